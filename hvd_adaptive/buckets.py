@@ -1,0 +1,191 @@
+"""Layers and buckets: what travels together, in one order on all ranks.
+
+A *layer* is one parameter tensor. A *bucket* is a run of layers that share one collective: all of
+them are summed by one allreduce, or all of them are gathered as one byte buffer. Building buckets is
+pure: the same layers, routes and order give the same buckets on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hvd_adaptive.compressors.base import Compressor, Level
+
+# A dense tensor at least this large travels alone: its gradient then is the collective's buffer, and
+# the copy into and out of a shared buffer is saved. Below it, one operation for many layers is worth
+# more than the copy (an operation costs about 1 ms, copying 4 MiB takes less).
+ALONE_BYTES = 4 << 20
+
+
+class Collective(Enum):
+    """How the payloads of one bucket meet."""
+
+    REDUCE = "allreduce"
+    """Payloads can be summed on the way: one allreduce."""
+    TWO_SHOT = "alltoall+allgather"
+    """Payloads can be summed, but not by Horovod: each rank sums one slice, then all gather them."""
+    GATHER = "allgather"
+    """Every rank's payload goes to every rank, which sums after decoding."""
+    SPARSE = "sparse allgather"
+    """A sparse gradient's indices and values, as Horovod sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One parameter tensor, without its data.
+
+    Args:
+        index: position in the optimizer, the same on all ranks.
+        name: the parameter's name.
+        shape: the parameter's shape.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense gradient."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What happens to one layer: which compressor, at which level, by which collective."""
+
+    compressor: Compressor
+    level: Level
+    collective: Collective
+    wire_dtype: torch.dtype | None = None
+    """dtype of a summed payload; None where the payload is bytes."""
+    feedback: str = "none"
+    """Name of the feedback rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers ``start:stop`` of a bucket: one compressor codes all of them in one call."""
+
+    compressor: Compressor
+    levels: tuple[Level, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Layers that share one collective.
+
+    Args:
+        index: position in the launch order.
+        collective: how its payloads meet.
+        layers: its layers; those of one compressor stand side by side.
+        parts: its compressors and which of the layers are theirs.
+        dtype: dtype of the bucket's flat buffer.
+        device: device of the bucket's flat buffer.
+        feedback: name of the feedback rule of all its layers.
+    """
+
+    index: int
+    collective: Collective
+    layers: tuple[Layer, ...]
+    parts: tuple[Part, ...]
+    dtype: torch.dtype
+    device: torch.device
+    feedback: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all layers."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that the gradients themselves take."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+_Key = tuple[Collective, torch.dtype, torch.device, str]
+
+
+def build_buckets(
+    layers: Sequence[Layer],
+    routes: Mapping[str, Route],
+    cap_bytes: float,
+    groups: Sequence[Sequence[str]] = (),
+) -> tuple[Bucket, ...]:
+    """Cut ``layers``, given in the order in which their gradients become ready, into buckets.
+
+    A bucket holds layers of one collective, dtype and device, and is closed once it holds
+    ``cap_bytes``. Layers of one of the ``groups`` (names) stay together whatever their size; the
+    layers that are in no group then travel as without groups.
+
+    Args:
+        layers: layers in ready order.
+        routes: route of each layer, by name.
+        cap_bytes: dense bytes at which a bucket is closed.
+        groups: names of layers to keep together.
+
+    Returns:
+        Buckets in launch order: by the position of the layer that completes them.
+    """
+    group_of = {name: number for number, names in enumerate(groups) for name in names}
+    open_runs: dict[tuple[_Key, int | None], list[tuple[int, Layer]]] = {}
+    closed: list[list[tuple[int, Layer]]] = []
+    for position, layer in enumerate(layers):
+        key, group = _key(layer, routes[layer.name]), group_of.get(layer.name)
+        if group is None and travels_alone(layer, key):
+            closed.append([(position, layer)])
+            continue
+        run = open_runs.setdefault((key, group), [])
+        run.append((position, layer))
+        if group is None and sum(member.nbytes for _, member in run) >= cap_bytes:
+            closed.append(open_runs.pop((key, group)))
+    closed.extend(open_runs.values())
+    closed.sort(key=lambda run: run[-1][0])
+    return tuple(
+        _bucket(index, [layer for _, layer in run], routes) for index, run in enumerate(closed)
+    )
+
+
+def travels_alone(layer: Layer, key: _Key) -> bool:
+    """Whether the layer gets a bucket of its own: sparse ones, and large ones summed as they are."""
+    collective, dtype, _, feedback = key
+    if collective is Collective.SPARSE:
+        return True
+    as_it_is = collective is Collective.REDUCE and dtype == layer.dtype and feedback == "none"
+    return as_it_is and layer.nbytes >= ALONE_BYTES
+
+
+def _key(layer: Layer, route: Route) -> _Key:
+    return route.collective, route.wire_dtype or torch.float32, layer.device, route.feedback
+
+
+def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) -> Bucket:
+    by_compressor: dict[Compressor, list[Layer]] = {}
+    for layer in layers:
+        by_compressor.setdefault(routes[layer.name].compressor, []).append(layer)
+    ordered: list[Layer] = []
+    parts: list[Part] = []
+    for compressor, members in by_compressor.items():
+        levels = tuple(routes[layer.name].level for layer in members)
+        parts.append(Part(compressor, levels, len(ordered), len(ordered) + len(members)))
+        ordered.extend(members)
+    collective, dtype, device, feedback = _key(ordered[0], routes[ordered[0].name])
+    return Bucket(index, collective, tuple(ordered), tuple(parts), dtype, device, feedback)

@@ -1,0 +1,295 @@
+"""The contract of a compressor: one layer's tensor made small at a given level.
+
+A compressor never communicates and keeps no state of the training: what it leaves out stays in the
+tensor it was given, and the feedback rule decides what becomes of that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive.buckets import Collective, Layer
+from hvd_adaptive.wire import WireError
+
+Level: TypeAlias = float
+"""How hard to compress: density for sparsifiers, bits for casts and quantizers, rank for low rank."""
+
+Float64s: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What one layer sends.
+
+    Args:
+        data: 1-D; ``uint8`` codes, or the summands themselves where the payload is linear.
+        numel: number of elements of the layer.
+    """
+
+    data: Tensor
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats:
+    """What one compression of a bucket's layers tells, one entry a layer.
+
+    Args:
+        energy: squared L2 norm of each layer before compression.
+        sent: squared L2 norm of what each payload decodes to.
+        nonfinite: True where the layer held a NaN or an Inf and was not compressed.
+    """
+
+    energy: Float64s
+    sent: Float64s
+    nonfinite: npt.NDArray[np.bool_]
+
+
+class Compressor(ABC):
+    """Makes a 1-D float32 tensor small at a level, and leaves in the tensor what was not sent.
+
+    Members are frozen dataclasses whose fields are their options: equal options mean equal
+    compressors, and :func:`hvd_adaptive.compressors.parse` builds them from text.
+    """
+
+    name: ClassVar[str]
+    collective: ClassVar[Collective]
+    biased: ClassVar[bool]
+    """True if the payload's expectation is not the tensor: such a compressor needs feedback."""
+
+    @property
+    @abstractmethod
+    def level(self) -> Level:
+        """The level that the options name: what is used when nobody plans."""
+
+    @abstractmethod
+    def levels(self, layer: Layer) -> tuple[Level, ...]:
+        """Candidate levels for a planner, from the most faithful to the most compressed."""
+
+    @abstractmethod
+    def compress_(self, x: Tensor, level: Level) -> Payload:
+        """Compress ``x`` and leave in it what the payload does not hold.
+
+        Afterwards ``decompress(payload) + x`` is what ``x`` was: exactly, or up to one float32
+        rounding where values are rounded.
+
+        Args:
+            x: float32, 1-D, contiguous; overwritten by the remainder.
+            level: one of :meth:`levels`, or any value of the same kind.
+
+        Raises:
+            ValueError: ``x`` is not a 1-D contiguous float32 tensor, or holds a NaN or an Inf.
+        """
+
+    @abstractmethod
+    def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
+        """Add ``scale`` times the decoded payload to ``out`` (float32, 1-D, contiguous).
+
+        Raises:
+            WireError: the payload is damaged or belongs to a tensor of another size.
+        """
+
+    @abstractmethod
+    def errors(self, x: Tensor, levels: Sequence[Level]) -> Float64s:
+        """Squared L2 error of compressing ``x`` at each of ``levels``, without changing ``x``."""
+
+    @abstractmethod
+    def wire_bytes(self, numel: int, level: Level) -> int:
+        """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it)."""
+
+
+class LinearCompressor(Compressor):
+    """A cast to a smaller float type: payloads can be summed, so they travel by allreduce.
+
+    Cost: one pass. Memory: the cast copy. Wire: ``wire_dtype``'s width. Also usable as a plain
+    Horovod compressor: ``hvd.DistributedOptimizer(..., compression=hva.Compression.fp16)``.
+    """
+
+    wire_dtype: ClassVar[torch.dtype | None]
+    """dtype on the wire; None keeps the gradient's own."""
+    biased = False
+
+    @property
+    def level(self) -> Level:
+        """Bits a value; 32 where nothing is cast."""
+        return 32 if self.wire_dtype is None else self.wire_dtype.itemsize * 8
+
+    def levels(self, layer: Layer) -> tuple[Level, ...]:
+        """The one level there is."""
+        del layer
+        return (self.level,)
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        """Cast ``x`` into ``out`` of the wire dtype; finite values stay finite (they saturate)."""
+        limit = torch.finfo(out.dtype).max
+        if torch.finfo(x.dtype).max > limit:
+            # clamp keeps NaN; Inf must stay Inf, or an overflow would pass unseen by GradScaler
+            out.copy_(torch.where(x.isinf(), x, x.clamp(-limit, limit)))
+        else:
+            out.copy_(x)
+
+    @final
+    def compress_(self, x: Tensor, level: Level) -> Payload:
+        """Cast; the remainder is the rounding error."""
+        del level
+        check_input(x)
+        data = torch.empty_like(x, dtype=self.wire_dtype or x.dtype)
+        self.encode(x, data)
+        x.sub_(data.to(x.dtype))
+        return Payload(data, x.numel())
+
+    @final
+    def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
+        """Add the cast values."""
+        expected = self.wire_dtype or out.dtype
+        if payload.data.dtype != expected or payload.data.numel() != out.numel():
+            raise WireError(
+                f"{self.name}: got {payload.data.numel()} values of {payload.data.dtype}, "
+                f"expected {out.numel()} of {expected}"
+            )
+        out.add_(payload.data.to(out.dtype), alpha=scale)
+
+    @final
+    def errors(self, x: Tensor, levels: Sequence[Level]) -> Float64s:
+        """The rounding error, the same at every level."""
+        data = torch.empty_like(x, dtype=self.wire_dtype or x.dtype)
+        self.encode(x, data)
+        error = float((x - data.to(x.dtype)).double().square().sum())
+        return np.full(len(levels), error)
+
+    @final
+    def wire_bytes(self, numel: int, level: Level) -> int:
+        """Exact."""
+        del level
+        return numel * (self.wire_dtype or torch.float32).itemsize
+
+    # --- Horovod's own contract -------------------------------------------------------------------
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Horovod's contract: cast ``tensor``; the context is its dtype."""
+        if cls.wire_dtype is None or not tensor.dtype.is_floating_point:
+            return tensor, None
+        cast = tensor.to(cls.wire_dtype)
+        if cls.collective is Collective.REDUCE:
+            return cast, tensor.dtype
+        _warn_no_saving(cls.name)
+        return cast.to(tensor.dtype), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
+        """Horovod's contract: cast back."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class GatheredCompressor(Compressor):
+    """A payload of bytes that cannot be summed: every rank's payload goes to every rank.
+
+    Members code all layers of a bucket in one call (:meth:`compress_layers_`), because a call a
+    layer costs more than the work for small layers.
+    """
+
+    collective = Collective.GATHER
+
+    @abstractmethod
+    def compress_layers_(
+        self,
+        x: Tensor,
+        offsets: npt.NDArray[np.int64],
+        levels: Sequence[Level],
+        grads: Sequence[Tensor] | None = None,
+        reserve: int = 0,
+    ) -> tuple[Tensor, LayerStats]:
+        """Compress layers that stand side by side in one buffer.
+
+        A layer that holds a NaN or an Inf (in ``x`` or in its gradient) keeps its ``x`` bit for bit
+        and sends a mark instead.
+
+        Args:
+            x: float32, 1-D; layer ``i`` is ``x[offsets[i]:offsets[i + 1]]``; left with the remainder.
+            offsets: ``int64[L + 1]``, rising.
+            levels: one a layer.
+            grads: float32, contiguous, one a layer: added to ``x`` first, in the same pass.
+            reserve: bytes to leave free at the front of the result, for a header.
+
+        Returns:
+            The bytes (uint8, ``reserve`` + body) and what was seen on the way.
+        """
+
+    @abstractmethod
+    def decompress_layers_add_(
+        self, body: Tensor, outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Add ``scale`` times each decoded layer to its ``out``; marked layers become NaN.
+
+        Returns:
+            The marks, ``bool[L]``.
+
+        Raises:
+            WireError: the body is damaged or belongs to other layers.
+        """
+
+    @final
+    def compress_(self, x: Tensor, level: Level) -> Payload:
+        """One layer: see :meth:`compress_layers_`."""
+        check_input(x)
+        offsets = np.array([0, x.numel()], dtype=np.int64)
+        data, stats = self.compress_layers_(x, offsets, [level])
+        if stats.nonfinite[0]:
+            raise ValueError(f"{self.name}: the tensor holds a NaN or an Inf; it was left as it was")
+        return Payload(data, x.numel())
+
+    @final
+    def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
+        """One layer: see :meth:`decompress_layers_add_`."""
+        if payload.numel != out.numel():
+            raise WireError(
+                f"{self.name}: a payload of {payload.numel} elements cannot be added to a tensor "
+                f"of {out.numel()}"
+            )
+        self.decompress_layers_add_(payload.data, [out], scale)
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> Any:
+        """Horovod's own contract cannot hold: its optimizer would sum the codes."""
+        del tensor
+        raise TypeError(
+            f"{cls.name} payloads cannot be summed by an allreduce, which is what "
+            "hvd.DistributedOptimizer does with them: use hvd_adaptive.DistributedOptimizer"
+        )
+
+
+def check_input(x: Tensor) -> None:
+    """Raise ValueError unless ``x`` is a 1-D contiguous float32 tensor."""
+    if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"expected a 1-D contiguous float32 tensor, got {x.dtype} of shape {tuple(x.shape)}: "
+            "use x.float().contiguous().view(-1)"
+        )
+
+
+_warned: set[str] = set()
+
+
+def _warn_no_saving(name: str) -> None:
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"Horovod cannot sum {name}: under hvd.DistributedOptimizer the values are rounded to "
+            f"{name} but travel at full width. hvd_adaptive.DistributedOptimizer sends half the bytes.",
+            stacklevel=3,
+        )

@@ -1,0 +1,106 @@
+"""The control plane: small objects that ranks tell each other and must agree on.
+
+Messages are JSON: nothing that a rank sends is executed by another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import horovod.torch as hvd
+import torch
+
+T = TypeVar("T")
+
+_LENGTH_BYTES = 8
+
+
+class Control:
+    """Collectives on small objects among the ranks of a process set.
+
+    Every rank of the process set must make the same calls in the same order.
+
+    Args:
+        name: of the operation, the same on all ranks and used by nobody else.
+        process_set: Horovod process set; this rank must be in it.
+    """
+
+    def __init__(self, name: str, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
+        self._name = name
+        self._process_set = process_set
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that take part."""
+        return int(self._process_set.size())
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order. ``value`` must be JSON-serialisable."""
+        message = json.dumps(value).encode()
+        framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        tensor = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
+        data = gathered.numpy().tobytes()
+        values = []
+        while data:
+            end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+            values.append(json.loads(data[_LENGTH_BYTES:end]))
+            data = data[end:]
+        return values
+
+    def agree(
+        self,
+        what: str,
+        build: Callable[[], T],
+        digest: Callable[[T], dict[str, str]],
+        alone: bool = False,
+    ) -> T:
+        """Build something on every rank, and raise on every rank unless all built the same.
+
+        Args:
+            what: names the thing in messages.
+            build: makes it; what it raises is raised on all ranks.
+            digest: describes it, item by item; the items must be equal on all ranks.
+            alone: True on a rank that has nobody to agree with.
+
+        Raises:
+            ValueError: a rank could not build it, or built another: names the rank and the item.
+        """
+        built: T | None = None
+        error: Exception | None = None
+        try:
+            built = build()
+            mine = {"digest": digest(built)}
+        except (ValueError, TypeError, KeyError) as failure:
+            error = failure
+            mine = {"error": {"": f"{type(failure).__name__}: {failure}"}}
+        if not alone:
+            for rank, other in enumerate(self.allgather(mine)):
+                if error is None and "error" in other:
+                    raise ValueError(f"{what}: rank {rank} failed: {other['error']['']}")
+                if error is None and other != mine:
+                    raise ValueError(f"{what}: {_difference(rank, mine, other)}")
+        if error is not None:
+            raise error
+        assert built is not None
+        return built
+
+
+def _difference(
+    rank: int, mine: dict[str, dict[str, str]], other: dict[str, dict[str, str]]
+) -> str:
+    """Name the first item in which another rank differs from this one."""
+    here, there = mine["digest"], other["digest"]
+    for key in [*here, *(key for key in there if key not in here)]:
+        if here.get(key) != there.get(key):
+            return (
+                f"{key} is {here.get(key, 'missing')} on rank {hvd.rank()} but "
+                f"{there.get(key, 'missing')} on rank {rank} of the process set: "
+                "all ranks must build the same model and pass the same options"
+            )
+    return (
+        f"rank {rank} of the process set has the same items as rank {hvd.rank()} in another order: "
+        "all ranks must name their parameters in the same order"
+    )

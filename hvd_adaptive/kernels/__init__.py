@@ -1,0 +1,62 @@
+"""The work on elements: one call a bucket. Every module here has the same functions.
+
+``cpu`` (Numba) for tensors in host memory, ``reference`` (plain torch, any device) for everything
+else and as the oracle in tests: the two give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive.wire import ValueFormat
+
+__all__ = ["Kernels", "for_device"]
+
+
+class Kernels(Protocol):
+    """What a kernel module offers; ``reference`` documents each function."""
+
+    def topk_compress_(
+        self,
+        x: Tensor,
+        offsets: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        values: ValueFormat,
+        grads: Sequence[Tensor] | None = None,
+        reserve: int = 0,
+    ) -> tuple[Tensor, npt.NDArray[np.float64]]:
+        """Extract and encode the largest elements of each layer."""
+
+    def sparse_decompress_add_(
+        self, body: Tensor, outs: Sequence[Tensor], scale: float, values: ValueFormat | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Add what a body holds."""
+
+    def spectrum(self, x: Tensor) -> npt.NDArray[np.int64]:
+        """Histogram of magnitudes."""
+
+    def errors_from_spectrum(
+        self,
+        hist: npt.NDArray[np.int64],
+        energy: float,
+        numel: int,
+        counts: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """Squared error of top-k for many k at once."""
+
+
+def for_device(device: torch.device) -> Kernels:
+    """The kernels for tensors on ``device``."""
+    if device.type == "cpu":
+        from hvd_adaptive.kernels import cpu
+
+        return cast(Kernels, cpu)
+    from hvd_adaptive.kernels import reference
+
+    return cast(Kernels, reference)

@@ -1,0 +1,134 @@
+"""What Numba lacks: raw addresses, unaligned words, bit scans, and a 32-lane comparison.
+
+Kernels get a tensor as its ``data_ptr()``: an int64 costs nothing to pass, and 300 of them fit in one
+array. Nothing here checks bounds; the callers do.
+
+Numba's cache looks at the file of the kernel only: after a change here, delete ``__pycache__``.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+Codegen = Callable[..., Any]
+
+_I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+LANES = 32
+
+
+def _pointer(element: Any) -> Any:
+    """An intrinsic that turns an address into a pointer that ``numba.carray`` takes."""
+
+    @intrinsic
+    def convert(typingctx, address):
+        del typingctx, address
+
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), codegen
+
+    return convert
+
+
+def _load(element: Any) -> Any:
+    """An intrinsic that reads one element at any address, aligned or not."""
+
+    @intrinsic
+    def load(typingctx, address):
+        del typingctx, address
+
+        def codegen(context, builder, signature, args):
+            kind = context.get_value_type(signature.return_type)
+            return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
+
+        return element(types.int64), codegen
+
+    return load
+
+
+def _store(element: Any) -> Any:
+    """An intrinsic that writes one element at any address, aligned or not."""
+
+    @intrinsic
+    def store(typingctx, address, value):
+        del typingctx, address, value
+
+        def codegen(context, builder, signature, args):
+            kind = context.get_value_type(signature.args[1])
+            builder.store(args[1], builder.inttoptr(args[0], kind.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, element), codegen
+
+    return store
+
+
+def _reinterpret(source: Any, target: Any) -> Any:
+    """An intrinsic that gives a value's bits another type of the same width."""
+
+    @intrinsic
+    def reinterpret(typingctx, value):
+        del typingctx, value
+
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+        return target(source), codegen
+
+    return reinterpret
+
+
+float32_pointer = _pointer(types.float32)
+uint32_pointer = _pointer(types.uint32)
+uint8_pointer = _pointer(types.uint8)
+
+load_u64, store_u64 = _load(types.uint64), _store(types.uint64)
+load_u32, store_u32 = _load(types.uint32), _store(types.uint32)
+load_u16, store_u16 = _load(types.uint16), _store(types.uint16)
+load_f32, store_f32 = _load(types.float32), _store(types.float32)
+load_u8, store_u8 = _load(types.uint8), _store(types.uint8)
+
+float_bits = _reinterpret(types.float32, types.uint32)
+bits_float = _reinterpret(types.uint32, types.float32)
+
+
+@intrinsic
+def trailing_zeros(typingctx, value):
+    """Index of the lowest set bit of a uint64; 64 where there is none."""
+    del typingctx, value
+
+    def codegen(context, builder, signature, args):
+        del context, signature
+        return builder.cttz(args[0], ir.Constant(_I1, 0))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def at_least(typingctx, address, floor):
+    """Compare the magnitudes of the 32 float32 at ``address`` with ``floor``, both as bits.
+
+    Returns a uint64 whose bit ``i`` says that ``|x[i]|``'s bits are at least ``floor``.
+    """
+    del typingctx, address, floor
+
+    def codegen(context, builder, signature, args):
+        del context, signature
+        lanes = ir.VectorType(_I32, LANES)
+        words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
+        magnitudes = builder.and_(words, ir.Constant(lanes, [0x7FFFFFFF] * LANES))
+        one = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[1], ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+        floors = builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
+        hits = builder.icmp_signed(">=", magnitudes, floors)  # both below 2^31
+        return builder.zext(builder.bitcast(hits, _I32), _I64)
+
+    return types.uint64(types.int64, types.int32), codegen

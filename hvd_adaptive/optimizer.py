@@ -1,0 +1,441 @@
+"""DistributedOptimizer: Horovod's signature and behaviour, with compressed gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import horovod
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvd_adaptive.compressors import Compression, Compressor, NoCompression, format_spec
+from hvd_adaptive.control import Control
+from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.planning import Plan
+from hvd_adaptive.reducer import Options, Reducer
+from hvd_adaptive.routing import Choice, Spec
+from hvd_adaptive.telemetry import Meter, Telemetry
+from hvd_adaptive.transport import Transport
+
+# Horovod asks for this module's name to know its own optimizer (see _Methods).
+_HOROVOD_MODULE: str = hvd.DistributedOptimizer.__module__
+
+_counter = itertools.count()
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    compression: Spec = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    *,
+    feedback: str | None = None,
+    planner: None = None,
+    warmup_steps: int = 0,
+    bucket_cap_mb: float = 25.0,
+    telemetry: Telemetry | str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Spec] | None = None,
+) -> torch.optim.Optimizer:
+    """Wrap a torch optimizer so that it steps with gradients reduced over all ranks.
+
+    A drop-in for ``hvd.DistributedOptimizer``: same arguments, same methods. Gradients are compressed
+    as ``compression`` says, sent in buckets while the backward pass goes on, and what compression
+    leaves out is added to the next gradient.
+
+    Args:
+        optimizer: the optimizer to wrap; its parameters and state are shared, not copied.
+        named_parameters: names of the parameters, usually ``model.named_parameters()``.
+        compression: text such as ``"topk:density=0.01"``, or a member of :class:`Compression`.
+            Biases, norms and tensors under 1,024 elements travel dense unless an override names them.
+        backward_passes_per_step: backward passes whose gradients are added up before they travel.
+        op: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (only without compression).
+        gradient_predivide_factor: splits the averaging before and after the sum (``Average`` only).
+        num_groups: older name of ``groups`` as a number.
+        groups: parameters whose gradients travel together: lists of tensors, or a number of groups.
+        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: the ranks to reduce over; other ranks step with their own gradients.
+        feedback: ``"ef"``, ``"none"``, or None for what each compressor needs.
+        planner: must be None; levels are those that ``compression`` and ``overrides`` name.
+        warmup_steps: steps at the start that send dense gradients.
+        bucket_cap_mb: dense MiB at which a bucket is closed.
+        telemetry: folder for TensorBoard and JSON lines, or a :class:`Telemetry`.
+        overrides: compressors by parameter name pattern, as in ``{"*.bias": "none"}``; the first
+            pattern that matches counts.
+
+    Returns:
+        An optimizer of a class derived from ``optimizer``'s, with beside its own methods
+        ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step()``, ``plan``,
+        ``meter``, ``compression_state_dict()`` and ``load_compression_state_dict()``.
+
+    Raises:
+        ValueError: an argument is out of range, a name is unknown, or ranks disagree; on all ranks.
+        TypeError: an argument is of the wrong type.
+
+    Example:
+        >>> import horovod.torch as hvd, hvd_adaptive as hva
+        >>> hvd.init()
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = hva.DistributedOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     named_parameters=model.named_parameters(),
+        ...     compression="topk:density=0.01",
+        ... )
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> optimizer.step()
+    """
+    if num_groups != 0:
+        warnings.warn(
+            "num_groups is Horovod's older name of groups: write groups=N",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    if getattr(type(optimizer), "__module__", None) == _HOROVOD_MODULE:
+        raise ValueError(
+            "optimizer is wrapped already: pass the torch optimizer that was wrapped, once"
+        )
+    number = next(_counter)
+    control = Control(f"hva.{number}.control", process_set)
+    active = _takes_part(process_set)
+
+    def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
+        _check(backward_passes_per_step, op, gradient_predivide_factor, planner)
+        named = _named(optimizer, named_parameters)
+        choice = Choice.of(_from_horovod(compression), overrides, feedback)
+        choice.check_patterns([name for name, _ in named])
+        if op == hvd.Adasum and not _is_plain(choice, warmup_steps):
+            raise ValueError(
+                "op=Adasum combines whole gradients: it works only with compression='none' and "
+                "without overrides; use op=Average or op=Sum with compression"
+            )
+        options = Options(
+            backward_passes_per_step,
+            sparse_as_dense,
+            _at_least(0, "warmup_steps", warmup_steps),
+            _positive("bucket_cap_mb", bucket_cap_mb) * (1 << 20),
+            _group_names(groups, named),
+        )
+        return choice, options, named
+
+    choice, options, named = control.agree(
+        "DistributedOptimizer", check, lambda built: _digest(*built, op), alone=not active
+    )
+    if op == hvd.Adasum and hvd.size() > 1:
+        stock: torch.optim.Optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=named,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            process_set=process_set,
+        )
+        return stock
+    meter = Meter(telemetry, rank=hvd.rank())
+    meter.configuration(_configuration(_digest(choice, options, named, op), hvd.size()))
+    transport = Transport(op, process_set, gradient_predivide_factor)
+    exchange = Exchange(transport, meter, f"hva.{number}")
+    reducer = Reducer(named, choice, options, control, exchange, active)
+    reduce_loss = functools.partial(_mean, f"hva.{number}.loss", process_set) if active else None
+    return _wrap(optimizer, reducer, meter, named, reduce_loss)
+
+
+def _mean(name: str, process_set: hvd.ProcessSet, value: Tensor) -> Tensor:
+    """The mean over the ranks of a number."""
+    mean: Tensor = hvd.allreduce(value, op=hvd.Average, name=name, process_set=process_set)
+    return mean
+
+
+class _Methods:
+    """What a wrapped optimizer does beside, or instead of, what its own class does.
+
+    These methods are put into a class derived from the user's optimizer class alone, because Horovod
+    calls ``super(optimizer.__class__, optimizer).step()`` in ``broadcast_optimizer_state`` when the
+    class's module is that of its own optimizer, and must then reach the user's class.
+    """
+
+    __module__ = _HOROVOD_MODULE
+
+    param_groups: list[dict[str, Any]]
+    meter: Meter
+    backward_passes_per_step: int
+    _reducer: Reducer
+    _parameter_names: dict[Parameter, str]
+    _reduce_loss: Callable[[Tensor], Tensor] | None
+    _synchronized: bool
+    _should_synchronize: bool
+    _steps: int
+
+    def synchronize(self) -> None:
+        """Reduce the gradients now; use :meth:`skip_synchronize` for the ``step()`` that follows."""
+        self._reducer.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this context ``step()`` does not synchronise, because that has been done."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, then step.
+
+        A closure's gradients are reduced after each of its calls, and the loss that it returns is
+        averaged over the ranks, so that an optimizer that looks at it decides the same on all ranks.
+        """
+        base: Any = super(self.__class__, self)
+        if closure is not None:
+            result = base.step(lambda: self._closed(closure))
+        else:
+            if self._should_synchronize:
+                self._synchronize_once()
+            result = base.step()
+        self._synchronized = False
+        self.meter.end_step(self._steps)
+        self._steps += 1
+        return result
+
+    def _synchronize_once(self) -> None:
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() called after optimizer.synchronize() outside "
+                "optimizer.skip_synchronize(): write 'with optimizer.skip_synchronize(): "
+                "optimizer.step()'. The gradients are not reduced a second time.",
+                stacklevel=3,
+            )
+        if not self._synchronized or self._reducer.touched:
+            self.synchronize()
+
+    def _closed(self, closure: Callable[[], Any]) -> Any:
+        """Call the closure, reduce its gradients, average its loss."""
+        with torch.enable_grad():
+            loss = closure()
+        self.synchronize()
+        if self._reduce_loss is None or loss is None:
+            return loss
+        mean = self._reduce_loss(torch.as_tensor(loss).detach().to("cpu", torch.float64).view(1))
+        return mean[0].to(loss.device, loss.dtype) if isinstance(loss, Tensor) else float(mean)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's; not between ``backward()`` and ``step()``."""
+        if self._reducer.touched:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause a "
+                "race condition."
+            )
+        super(self.__class__, self).zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters are reduced from the next step on."""
+        super(self.__class__, self).add_param_group(param_group)  # type: ignore[misc]
+        group = len(self.param_groups) - 1
+        for position, parameter in enumerate(self.param_groups[-1]["params"]):
+            name = self._parameter_names.get(parameter, f"allreduce.noname.{group}.{position}")
+            self._reducer.add(name, parameter)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's; a step that had begun is forgotten."""
+        self._reducer.reset()
+        self._synchronized = False
+        self._should_synchronize = True
+        super(self.__class__, self).load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the number of backward passes whose gradients are added up before they travel."""
+        _at_least(1, "backward_passes_per_step", passes)
+        self.backward_passes_per_step = passes
+        self._reducer.set_passes(passes)
+
+    @property
+    def plan(self) -> Plan:
+        """Compressor, level and bytes of every layer; prints as a table."""
+        return self._reducer.plan
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """This rank's compression state (its residuals): save one a rank beside the model."""
+        return self._reducer.state_dict()
+
+    def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`compression_state_dict` returned on this rank; all ranks call it."""
+        self._reducer.load_state_dict(state)
+
+
+def _wrap(
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    meter: Meter,
+    named: Sequence[tuple[str, Parameter]],
+    reduce_loss: Callable[[Tensor], Tensor] | None,
+) -> torch.optim.Optimizer:
+    """Make an optimizer of a class derived from the user's that shares everything with his."""
+    own = {key: value for key, value in vars(_Methods).items() if key not in _NOT_METHODS}
+    cls = type(type(optimizer).__name__, (type(optimizer),), own)
+    wrapped: Any = object.__new__(cls)
+    # Not by the class's __init__: its arguments are unknown, and defaults and state would be lost. A
+    # learning rate scheduler leaves a patched step() in the instance, which must not hide ours.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped._reducer = reducer
+    wrapped.meter = meter
+    wrapped.backward_passes_per_step = reducer.passes
+    wrapped._parameter_names = {parameter: name for name, parameter in named}
+    wrapped._reduce_loss = reduce_loss
+    wrapped._synchronized = False
+    wrapped._should_synchronize = True
+    wrapped._steps = 0
+    weakref.finalize(wrapped, reducer.close)
+    result: torch.optim.Optimizer = wrapped
+    return result
+
+
+_NOT_METHODS = ("__dict__", "__weakref__", "__annotations__", "__doc__")
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _takes_part(process_set: hvd.ProcessSet) -> bool:
+    """Whether this rank communicates: as Horovod decides it."""
+    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+    return bool(process_set.included()) and (process_set.size() > 1 or elastic)
+
+
+def _check(passes: int, op: int, predivide: float, planner: None) -> None:
+    """Refuse what Horovod refuses, and what does not exist."""
+    _at_least(1, "backward_passes_per_step", passes)
+    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+        raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
+    _positive("gradient_predivide_factor", predivide)
+    if predivide != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor works only with op=hvd.Average")
+    if planner is not None:
+        raise ValueError(
+            f"planner={planner!r}: this version has no planners; choose levels by compression= and "
+            "overrides="
+        )
+
+
+def _at_least(least: int, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def _named(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]] | None,
+) -> list[tuple[str, Parameter]]:
+    """The optimizer's parameters in its order, with their names."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(groups)
+            for j, parameter in enumerate(group)
+        ]
+    rows = list(named_parameters)
+    if not all(isinstance(row, tuple) and len(row) == 2 for row in rows):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually "
+            "model.named_parameters()"
+        )
+    repeated = [name for name, count in Counter(name for name, _ in rows).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"parameter names in named_parameters must be unique, found twice: {', '.join(repeated)}"
+        )
+    names = {parameter: name for name, parameter in rows}
+    missing = [
+        f"{i}.{j} of shape {tuple(parameter.shape)}"
+        for i, group in enumerate(groups)
+        for j, parameter in enumerate(group)
+        if parameter not in names
+    ]
+    if missing:
+        raise ValueError(
+            "named_parameters was specified, but one or more parameters of the optimizer were not "
+            f"named: parameter (group.position) {', '.join(missing)}"
+        )
+    return [(names[parameter], parameter) for group in groups for parameter in group]
+
+
+def _group_names(
+    groups: Any, named: Sequence[tuple[str, Parameter]]
+) -> int | tuple[tuple[str, ...], ...]:
+    """``groups`` by names instead of tensors."""
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
+        return groups
+    if not isinstance(groups, list):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    names = {parameter: name for name, parameter in named}
+    members = [member for group in groups for member in group]
+    if not all(isinstance(member, Tensor) for member in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(member) for member in members}) < len(members):
+        raise ValueError("A parameter can only appear once in groups.")
+    return tuple(
+        tuple(names[member] for member in group if member in names)
+        for group in groups
+    )
+
+
+def _from_horovod(compression: Any) -> Spec:
+    """Accept Horovod's own compressors under ``compression=``."""
+    if compression is hvd.Compression.none:
+        return "none"
+    if compression is hvd.Compression.fp16:
+        return "fp16"
+    return compression  # type: ignore[no-any-return]
+
+
+def _is_plain(choice: Choice, warmup_steps: int) -> bool:
+    """Whether nothing is compressed at all."""
+    compressors: list[Compressor] = [choice.compressor, *(row[1] for row in choice.overrides)]
+    return all(isinstance(each, NoCompression) for each in compressors) and warmup_steps == 0
+
+
+def _digest(
+    choice: Choice, options: Options, named: Sequence[tuple[str, Parameter]], op: int
+) -> dict[str, str]:
+    """What must be equal on all ranks, by what a message should call it."""
+    digest = {
+        "compression": format_spec(choice.compressor),
+        "overrides": ", ".join(f"{key}={format_spec(spec)}" for key, spec in choice.overrides),
+        "feedback": str(choice.feedback),
+        "op": str(op),
+    }
+    digest.update({key: str(value) for key, value in vars(options).items()})
+    for name, parameter in named:
+        digest[f"parameter {name!r}"] = f"{parameter.dtype} {tuple(parameter.shape)}"
+    return digest
+
+
+def _configuration(digest: Mapping[str, str], size: int) -> dict[str, str]:
+    """The settings as they are shown, without the parameters."""
+    shown = {key: value for key, value in digest.items() if not key.startswith("parameter ")}
+    return {"ranks": str(size), "horovod": horovod.__version__, "torch": torch.__version__, **shown}

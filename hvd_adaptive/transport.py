@@ -1,0 +1,113 @@
+"""Collectives over Horovod's public operations. The transport never knows what it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
+Handle: TypeAlias = int | Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One collective.
+
+    Args:
+        operation: ``allreduce`` (in place), ``allgather`` (along the first dimension, which may
+            differ between ranks), ``alltoall`` (equal slices) or ``sparse`` (a sparse tensor).
+        tensor: this rank's contribution, contiguous.
+    """
+
+    operation: Operation
+    tensor: Tensor
+
+
+class Transport:
+    """Asynchronous collectives among the ranks of a process set.
+
+    Args:
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        process_set: Horovod process set; this rank must be in it.
+        gradient_predivide_factor: splits the averaging before and after the sum of an allreduce.
+    """
+
+    def __init__(
+        self,
+        op: int,
+        process_set: hvd.ProcessSet,
+        gradient_predivide_factor: float = 1.0,
+    ) -> None:
+        self._op = op
+        self._process_set = process_set
+        self._prescale = 1.0 / gradient_predivide_factor if op == hvd.Average else 1.0
+        self._postscale = gradient_predivide_factor if op == hvd.Average else 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks; an elastic run may change it."""
+        return int(self._process_set.size())
+
+    @property
+    def scale(self) -> float:
+        """What a sum that is made here, not by an allreduce, is multiplied with."""
+        return 1.0 / self.size if self._op == hvd.Average else 1.0
+
+    def submit(self, request: Request, name: str) -> Handle:
+        """Start a collective; every rank submits the same names in the same order."""
+        tensor, common = request.tensor, {"name": name, "process_set": self._process_set}
+        handle: Handle
+        match request.operation:
+            case "allreduce":
+                handle = hvd.allreduce_async_(
+                    tensor,
+                    op=self._op,
+                    prescale_factor=self._prescale,
+                    postscale_factor=self._postscale,
+                    **common,
+                )
+            case "allgather":
+                handle = hvd.allgather_async(tensor, **common)
+            case "alltoall":
+                handle = hvd.alltoall_async(tensor, **common)
+            case "sparse":
+                handle = hvd.sparse_allreduce_async(tensor, op=self._op, **common)
+        return handle
+
+    def wait(self, handle: Handle) -> Tensor:
+        """The result of a collective; raises what Horovod raises when a rank has gone."""
+        result = handle() if callable(handle) else hvd.synchronize(handle)
+        # alltoall also tells how many rows came from whom
+        return result[0] if isinstance(result, tuple) else result
+
+    def traffic(self, request: Request, received: int) -> int:
+        """Bytes that this rank puts on its link for a collective (ring algorithms).
+
+        Args:
+            request: the collective.
+            received: bytes of its result.
+        """
+        own = nbytes_of(request.tensor)
+        match request.operation:
+            case "allreduce":
+                return 2 * (self.size - 1) * own // self.size
+            case "alltoall":
+                return (self.size - 1) * own // self.size
+            case "allgather" | "sparse":
+                return (self.size - 1) * received // self.size
+
+    def dense_traffic(self, nbytes: int) -> int:
+        """Bytes that a ring allreduce of ``nbytes`` puts on this rank's link."""
+        return 2 * (self.size - 1) * nbytes // self.size
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes that a tensor takes on the wire."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes

@@ -1,0 +1,39 @@
+# shellcheck shell=bash
+# What the scripts of this folder share. Sourced, never run.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+program=$(basename "$0")
+
+say() { printf '%s\n' "$*"; }
+
+# die MESSAGE [REMEDY...]: what was wrong, then one remedy a line, and no further.
+die() {
+    printf '%s: %s\n' "$program" "$1" >&2
+    shift
+    local remedy
+    for remedy in "$@"; do printf '    %s\n' "$remedy" >&2; done
+    exit 1
+}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# Prints the comment at the top of the calling script: it is the manual.
+usage() { sed -n '2,/^[^#]/{/^#/!q; s/^# \{0,1\}//; p}' "$0"; }
+
+# Sets env_dir to the Python environment to use, and python to its interpreter. An active environment
+# that has torch is the user's choice (a cluster's own build, say); any other means .venv in this repository.
+# shellcheck disable=SC2034
+find_environment() {
+    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    env_dir=$root/.venv
+    if [[ -n $active && ! $active -ef $env_dir ]] && has_torch "$active/bin/python"; then
+        env_dir=$active
+    fi
+    python=$env_dir/bin/python
+}
+
+# Looks the module up without importing it: the import alone takes a second or two.
+has_torch() { [[ -x $1 ]] && "$1" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; }
+
+# The cores that this process may use. nproc would answer with OMP_NUM_THREADS where that is set.
+count_cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }

@@ -1,0 +1,158 @@
+#!/usr/bin/env bash
+# Trains with several ranks: sets up what is missing, then starts launch/train.py under horovodrun.
+#
+#     launch/run.sh [-np N] [-H host:slots,...] [--dry-run] [train.py's options]
+#
+#     -np N       the number of ranks (default: all slots of -H, otherwise one a core, at least 2, at most 4)
+#     -H HOSTS    where they run, as for horovodrun: host1:4,host2:4 (default: here)
+#     --dry-run   print the command and stop; nothing is set up
+#     --          everything after it is train.py's
+#
+# All other options are train.py's: launch/run.sh --help lists them as well, once the setup is done. Without
+# any, a small model trains with compressed gradients.
+#
+# The command is printed with what it sets in the environment, so that it can be pasted and changed. A variable
+# that is set already is left alone:
+#     OMPI_MCA_mpi_yield_when_idle=1   more ranks than cores: a waiting rank must not keep its core
+#     OMPI_MCA_coll_tuned_*            several hosts: ring allreduce; Open MPI's default is far slower over TCP
+#     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
+#     HOROVOD_CYCLE_TIME               a core for each rank and one to spare: look for work more often than each ms
+# horovodrun passes the whole environment on to every host, and binds no rank to a core.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+assignments=()
+# set_default NAME VALUE
+set_default() {
+    [[ -z ${!1+set} ]] || return 0
+    export "$1=$2"
+    assignments+=("$1=$2")
+}
+
+# host1:4,host2:4 -> one line a host: its slots.
+slots() {
+    local host
+    for host in ${1//,/ }; do
+        if [[ $host =~ ^[^:]+:([0-9]+)$ ]]; then say "${BASH_REMATCH[1]}"; else say 1; fi
+    done
+}
+
+# Over all hosts, or (the ranks fill one host before the next) the most that one host gets.
+sum_of_slots() { slots "$1" | awk '{ n += $1 } END { print n }'; }
+most_slots() { slots "$1" | sort -n | tail -n 1; }
+number_of_hosts() { slots "$1" | wc -l; }
+
+default_ranks() {
+    if [[ -n $hosts ]]; then
+        sum_of_slots "$hosts"
+        return
+    fi
+    local cores
+    cores=$(count_cores)
+    ((cores > 4)) && cores=4
+    ((cores < 2)) && cores=2
+    say "$cores"
+}
+
+ranks_per_host() {
+    local most=$ranks
+    if [[ -n $hosts ]]; then
+        most=$(most_slots "$hosts")
+        ((most > ranks)) && most=$ranks
+    fi
+    say "$most"
+}
+
+set_environment() {
+    local cores local_ranks threads
+    cores=$(count_cores)
+    local_ranks=$(ranks_per_host)
+    threads=$((cores / local_ranks))
+    ((threads >= 1)) || threads=1
+    set_default OMP_NUM_THREADS "$threads"
+    set_default NUMBA_NUM_THREADS "$threads"
+    if ((local_ranks > cores)); then
+        set_default OMPI_MCA_mpi_yield_when_idle 1
+    elif ((local_ranks < cores)); then
+        set_default HOROVOD_CYCLE_TIME 0.2
+    fi
+    if [[ -n $hosts ]] && (($(number_of_hosts "$hosts") > 1)); then
+        set_default OMPI_MCA_coll_tuned_use_dynamic_rules 1
+        set_default OMPI_MCA_coll_tuned_allreduce_algorithm 4
+    fi
+}
+
+parse_arguments() {
+    ranks='' hosts='' dry_run='' arguments=()
+    while (($#)); do
+        case $1 in
+            -np | -H)
+                (($# > 1)) || die "$1 needs a value" "For example: $program -np 4"
+                if [[ $1 == -np ]]; then ranks=$2; else hosts=$2; fi
+                shift
+                ;;
+            --dry-run) dry_run=yes ;;
+            -h | --help) help=yes ;;
+            --)
+                shift
+                arguments+=("$@")
+                break
+                ;;
+            # train.py has long options only, so this one was meant for a launcher.
+            -[!-]*)
+                [[ $1 =~ ^-[0-9.] ]] || die "unknown option '$1'" "Its own are -np N, -H HOSTS, --dry-run and --help;" \
+                    "train.py's all start with --. For others of horovodrun, paste what --dry-run prints and add them."
+                arguments+=("$1")
+                ;;
+            *) arguments+=("$1") ;;
+        esac
+        shift
+    done
+    [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || die "-np must be a positive number, not '$ranks'"
+    if [[ -n $hosts && ! $hosts =~ ^[^,:]+(:[1-9][0-9]*)?(,[^,:]+(:[1-9][0-9]*)?)*$ ]]; then
+        die "-H must be like host1:4,host2:4, not '$hosts'"
+    fi
+    [[ -n $ranks ]] || ranks=$(default_ranks)
+}
+
+show_help() {
+    usage
+    if [[ -x $python && -f $root/launch/train.py ]]; then
+        say
+        "$python" "$root/launch/train.py" --help || true
+    fi
+}
+
+main() {
+    parse_arguments "$@"
+    find_environment
+    if [[ -v help ]]; then
+        show_help
+        exit
+    fi
+    if [[ -z $dry_run ]]; then
+        "$root/launch/setup.sh" --quiet
+        # The first setup.sh has only now made .venv.
+        find_environment
+    fi
+    set_environment
+
+    local script=$root/launch/train.py
+    [[ ! $PWD -ef $root ]] || script=launch/train.py
+    local -a command=(horovodrun -np "$ranks")
+    [[ -z $hosts ]] || command+=(-H "$hosts")
+    command+=(python "$script" ${arguments[@]+"${arguments[@]}"})
+
+    local shown=
+    if [[ $(command -v python) != "$python" || $(command -v horovodrun) != "$env_dir/bin/horovodrun" ]]; then
+        shown="PATH=$(printf '%q' "$env_dir/bin"):\$PATH "
+        export PATH=$env_dir/bin:$PATH
+    fi
+    shown+=$(printf '%q ' ${assignments[@]+"${assignments[@]}"} "${command[@]}")
+    say "${shown% }"
+    [[ -z $dry_run ]] || exit 0
+    exec "${command[@]}"
+}
+
+main "$@"
