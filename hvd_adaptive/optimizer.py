@@ -145,8 +145,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             process_set=process_set,
         )
         return stock
-    meter = Meter(telemetry, rank=hvd.rank())
-    meter.configuration(_configuration(_digest(choice, options, named, op), hvd.size()))
+    ranks = process_set.size() if active else 1
+    meter = Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
+    meter.configuration(_configuration(_digest(choice, options, named, op), ranks))
     transport = Transport(op, process_set, gradient_predivide_factor)
     exchange = Exchange(transport, meter, f"hva.{number}")
     reducer = Reducer(named, choice, options, control, exchange, active)

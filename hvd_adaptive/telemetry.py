@@ -18,7 +18,8 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -285,7 +286,7 @@ class Summary:
             count = getattr(self, f"{name}_bytes")
             lines.append((f"{name} per step", _number(count, "{:,.0f} bytes")))
         lines.append(("dense / payload", _number(self.ratio_payload, "{:,.2f}")))
-        lines.append(("dense / traffic", _number(self.ratio_traffic, "{:,.2f}")))
+        lines.append(("dense traffic / traffic", _number(self.ratio_traffic, "{:,.2f}")))
         lines.append(("gain", _number(self.gain, "{:.4f}")))
         width = max(len(label) for label, _ in lines)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
@@ -307,6 +308,8 @@ class Meter:
     Args:
         telemetry: anything that `Telemetry.parse` accepts.
         rank: this process's rank; only rank 0 opens files.
+        dense_traffic: bytes that dense gradients would put on this rank's link, for each of their
+            bytes; 2 (N - 1) / N under a ring allreduce over N ranks. What `ratio_traffic` compares with.
         clock: seconds, monotonic.
         sinks: used in place of the sinks that `telemetry` describes, on any rank.
 
@@ -319,7 +322,9 @@ class Meter:
         "_boundary",
         "_clock",
         "_closed",
+        "_dense_traffic",
         "_every",
+        "_idle",
         "_last",
         "_names",
         "_past",
@@ -339,6 +344,7 @@ class Meter:
         telemetry: str | os.PathLike[str] | Telemetry | None = None,
         rank: int = 0,
         *,
+        dense_traffic: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
         sinks: Sequence[Sink] | None = None,
     ) -> None:
@@ -348,6 +354,7 @@ class Meter:
         if telemetry.samples_per_step is not None:
             self._samples = float(telemetry.samples_per_step)
         self._clock = clock
+        self._dense_traffic = dense_traffic
         self._closed = False
         self._rows: list[list[float]] = []
         self._names: list[tuple[str, str, str]] = []
@@ -356,6 +363,8 @@ class Meter:
         self._boundary = 0
         self._step = 0
         self._last = self._window_start = 0.0
+        # seconds that belong to no step; the times kept here are the clock's without them
+        self._idle = 0.0
         # Sums of the windows before the running one, and of the warm-up within them.
         self._past = [0.0] * _COLUMNS
         self._past_seconds = 0.0
@@ -423,11 +432,20 @@ class Meter:
 
     def end_step(self, step: int) -> None:
         """Closes the running step, whose number in the records is `step`."""
-        self._last = self._clock()
+        self._last = self._clock() - self._idle
         self._step = step
         self._steps += 1
         if self._steps == self._boundary:
             self._cross_boundary()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs within this context belongs to no step."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._idle += self._clock() - started
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Writes one value at once, past the window."""
@@ -465,7 +483,7 @@ class Meter:
             traffic_bytes=mean[_TRAFFIC],
             dense_bytes=mean[_DENSE],
             ratio_payload=_ratio(sums[_DENSE], sums[_PAYLOAD]),
-            ratio_traffic=_ratio(sums[_DENSE], sums[_TRAFFIC]),
+            ratio_traffic=_ratio(self._dense_traffic * sums[_DENSE], sums[_TRAFFIC]),
             gain=_ratio(sums[_SENT], sums[_ENERGY]),
         )
 
@@ -565,7 +583,8 @@ class Meter:
         if sums[_PAYLOAD]:
             record["compression/ratio_payload"] = sums[_DENSE] / sums[_PAYLOAD]
         if sums[_TRAFFIC]:
-            record["compression/ratio_traffic"] = sums[_DENSE] / sums[_TRAFFIC]
+            dense_traffic = self._dense_traffic * sums[_DENSE]
+            record["compression/ratio_traffic"] = dense_traffic / sums[_TRAFFIC]
         if sums[_ENERGY]:
             record["compression/gain"] = sums[_SENT] / sums[_ENERGY]
             left = (sums[_ENERGY] - sums[_SENT]) / steps

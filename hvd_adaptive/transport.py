@@ -101,10 +101,6 @@ class Transport:
             case "allgather" | "sparse":
                 return (self.size - 1) * received // self.size
 
-    def dense_traffic(self, nbytes: int) -> int:
-        """Bytes that a ring allreduce of ``nbytes`` puts on this rank's link."""
-        return 2 * (self.size - 1) * nbytes // self.size
-
 
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes that a tensor takes on the wire."""

@@ -275,3 +275,46 @@ def _difference(found: Sequence[int], expected: Sequence[int]) -> str:
         for name, have, want in zip(names, found, expected, strict=True)
         if have != want
     )
+
+
+_PART = struct.Struct("<I")
+
+
+def join_parts(codes: Sequence[Tensor]) -> Tensor:
+    """One frame, header room first, of the codes of several compressors, each behind its length.
+
+    Args:
+        codes: uint8, 1-D, on one device.
+
+    Returns:
+        uint8, 1-D, for :func:`write_header`.
+    """
+    pieces = [torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=codes[0].device)]
+    for code in codes:
+        length = torch.frombuffer(bytearray(_PART.pack(code.numel())), dtype=torch.uint8)
+        pieces += [length.to(code.device), code]
+    return torch.cat(pieces)
+
+
+def split_parts(body: Tensor, parts: int) -> list[Tensor]:
+    """The codes that :func:`join_parts` joined; a lone part is the body itself.
+
+    Raises:
+        WireError: the lengths do not fill the body exactly.
+    """
+    if parts == 1:
+        return [body]
+    codes: list[Tensor] = []
+    position, size = 0, body.numel()
+    for part in range(parts):
+        start = position + _PART.size
+        if start > size:
+            raise WireError(f"damaged frame: part {part} of {parts} begins past its {size} bytes")
+        (length,) = _PART.unpack(bytes(body[position:start].tolist()))
+        position = start + length
+        if position > size:
+            raise WireError(f"damaged frame: part {part} of {parts} ends past its {size} bytes")
+        codes.append(body[start:position])
+    if position != size:
+        raise WireError(f"damaged frame: {size - position} bytes are left over after {parts} parts")
+    return codes

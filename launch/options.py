@@ -58,9 +58,11 @@ Exit status: 0 when the training is complete; 1 after an error that all ranks ag
 command line; 130 after SIGINT (Ctrl-C), 143 after SIGTERM and 75 after SIGUSR1 ("try again later":
 batch systems send it ahead of a time limit). Any of the three, on any rank, ends all ranks at the same
 step, after a checkpoint if --checkpoint-dir is given; a second one, a second or more later, ends the
-process at once. mpirun answers SIGINT and SIGTERM with SIGTERM to its ranks, kills them a second later
-and exits with 1; it passes SIGUSR1 on at once and kills nobody. horovodrun, too, should be stopped by
-Ctrl-C or through its ranks: at SIGTERM it ends without a word to them.
+process at once. The launcher's own exit status may differ. mpirun answers SIGINT (also Ctrl-C under
+horovodrun) and SIGTERM with SIGTERM to its ranks a second later, and kills them after another second; large
+models that need longer to be saved set OMPI_MCA_odls_base_sigkill_timeout=10, which makes both waits 10
+seconds. SIGUSR1 to mpirun reaches the ranks at once and kills nobody. SIGTERM to horovodrun ends only
+horovodrun: its ranks train on.
 
 The data come from --data-dir, else from the environment variable HVA_DATA, else from data/ in this
 repository (launch/fetch_data.sh puts them there) or Debian's package dataset-fashion-mnist. Where none
@@ -286,9 +288,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(arguments))
     values["overrides"] = tuple(values["overrides"] or ())
-    options = Options(**{field.name: values[field.name] for field in fields(Options)
-                         if field.name != "compression"},
-                      compression=_default_compression(values))  # fmt: skip
+    values["compression"] = _default_compression(values)
+    options = Options(**{field.name: values[field.name] for field in fields(Options)})
     try:
         _check(options)
     except ValueError as error:

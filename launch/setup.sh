@@ -387,7 +387,11 @@ main() {
     fi
     trap 'stop_ticker; [[ ! -v table ]] || rm -f "$table"' EXIT
     [[ $mode != --force ]] || rm -rf "$state" "$data_dir/.tried"
-    if ! all_done; then set_up; fi
+    if all_done; then
+        say "It left nothing to do."
+    else
+        set_up
+    fi
 }
 
 main "$@"

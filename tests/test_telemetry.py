@@ -548,3 +548,25 @@ def test_writing_a_record_of_twenty_buckets_costs_milliseconds(tmp_path: Path) -
     meter.close()
     print(f"record {per_record * 1e6:.0f} us")
     assert per_record < 20e-3
+
+
+def test_what_runs_while_paused_belongs_to_no_step() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+    meter.end_step(0)
+    for step in (1, 2):
+        clock.now += 1.0
+        meter.end_step(step)
+        with meter.paused():
+            clock.now += 100.0
+    assert meter.summary().total == 1.0
+
+
+def test_the_traffic_ratio_compares_with_what_dense_gradients_would_send() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock, dense_traffic=1.5)
+    meter.end_step(0)
+    clock.now += 1.0
+    meter.bucket(0, dense=100, payload=50, traffic=75)
+    meter.end_step(1)
+    assert meter.summary().ratio_traffic == 2.0

@@ -53,7 +53,7 @@ class BFloat16(LinearCompressor):
 
     No Horovod operation takes bfloat16, so the sum is made in two rounds: an alltoall brings each
     rank one slice of everybody's payload, it adds them in float32, and an allgather hands the sums
-    out. The bytes are those of a ring allreduce of 16-bit values. Relative error 2^-9 for the
+    out. The bytes are those of a ring allreduce of 16-bit values. Relative error 2^-8 for the
     summands and again for the sum. Example:
 
         >>> from hvd_adaptive.compressors import parse

@@ -1,10 +1,13 @@
 """Kernels for host memory, in Numba: one call does all layers of a bucket, without the GIL.
 
-Two passes over a layer. The *survey* forms ``x + gradient`` in cache without storing it and learns the
-energy, the largest magnitude and a histogram of magnitudes; a NaN or an Inf ends it with nothing
-changed. The *extraction* stores the sum and picks the elements at or above a threshold. Between
-them a selection rule turns the histogram into a threshold: a rule is one small function, everything
-else is shared.
+Two passes over a layer. The first forms ``x + gradient`` in cache, without storing it, measures it and
+*collects* the candidates: elements at or above a floor. A NaN or an Inf ends it with nothing changed.
+The second stores the sum, and over it what encoding left of the values sent. A selection rule is no
+more than a floor and a limit (how many of the largest to keep); collecting and encoding are shared.
+
+The floor of top-k only saves time, it never decides: it is a lower bound of the k-th largest that is
+certain (small layers) or was guessed from a sample and is checked afterwards (large layers). What
+decides is the exact trimming of the candidates to the k largest.
 
 Magnitudes are compared as their bits: the bits of non-negative floats order as the floats do, and
 NaN and Inf are the largest. A *bin* is the upper 16 of these bits: exponent and 7 mantissa bits.
@@ -36,6 +39,7 @@ from hvd_adaptive.kernels.intrinsics import (
     load_u16,
     load_u32,
     load_u64,
+    prefetch,
     store_f32,
     store_u8,
     store_u16,
@@ -59,14 +63,17 @@ __all__ = ["errors_from_spectrum", "sparse_decompress_add_", "spectrum", "topk_c
 
 BLOCK = 2048
 """Elements handled at once: 8 KiB of sums stay in the first-level cache."""
-SPARE = 65536
-"""Candidates that a layer may have beyond 1.5 k before the threshold is refined by another pass."""
+SMALL = 1 << 16
+"""Elements up to which a layer is read twice from the second-level cache for a certain floor."""
+SPARE = 4096
+"""Candidates that a layer may have beyond 3 k before they are trimmed."""
+AHEAD = 24
+"""Values whose place in the output is fetched ahead of time: they are a cache line or more apart."""
 SLACK = 16
 """Bytes that the bit writer may touch past the end."""
 
 INF = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
-NO_LIMIT = np.iinfo(np.int64).max
 
 FP32, FP16, BF16, INT8 = (int(value) for value in ValueFormat)
 VALUE_BYTES = tuple(value.bits // 8 for value in ValueFormat)
@@ -75,227 +82,164 @@ TRUNCATED, OVERLONG, COUNT, FORMAT, RICE, RUN, INDEX, LENGTH, PADDING, VALUE, TR
     int(damage) for damage in Damage if damage
 )
 
-# No nnan or ninf: the sums must stay what they are where a NaN or an Inf takes part.
-_REORDER = {"reassoc", "contract", "nsz"}
+# Sums may be reordered, but what takes part in them may be a NaN or an Inf.
+_REORDER = {"reassoc", "contract"}
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy")
 _vector = njit(nogil=True, cache=True, error_model="numpy", fastmath=_REORDER)
 
 
-# --- pass 1: the survey --------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 
 
-@_kernel
-def _add_block(x, g, out, n):
-    """out = x + g for n elements at three addresses."""
-    a, b, c = (
-        carray(float32_pointer(x), n),
-        carray(float32_pointer(g), n),
-        carray(float32_pointer(out), n),
-    )
+@_vector
+def _sum_block(x, g, out, n):
+    """out = x + g; returns the energy of the sum and its largest magnitude (as bits)."""
+    a = carray(float32_pointer(x), n)
+    b = carray(float32_pointer(g), n)
+    c = carray(float32_pointer(out), n)
+    energy = 0.0
+    top = int32(0)
     for i in range(n):
-        c[i] = a[i] + b[i]
+        value = a[i] + b[i]
+        c[i] = value
+        energy += np.float64(value) * np.float64(value)
+        top = max(top, int32(float_bits(value) & uint32(MAGNITUDE)))
+    return energy, int64(top)
 
 
 @_vector
 def _measure_block(x, n):
     """Energy and largest magnitude (as bits) of n elements."""
-    values = carray(float32_pointer(x), n)
-    words = carray(uint32_pointer(x), n)
+    a = carray(float32_pointer(x), n)
     energy = 0.0
     top = int32(0)
     for i in range(n):
-        wide = np.float64(values[i])
-        energy += wide * wide
-        top = max(top, int32(words[i] & uint32(MAGNITUDE)))
+        energy += np.float64(a[i]) * np.float64(a[i])
+        top = max(top, int32(float_bits(a[i]) & uint32(MAGNITUDE)))
     return energy, int64(top)
 
 
 @_kernel
-def _count_all(x, n, hist, low):
-    """Histogram of all nonzero magnitudes; returns how many there were and the lowest bin."""
-    words = carray(uint32_pointer(x), n)
-    kept = 0
-    for i in range(n):
-        magnitude = int64(words[i]) & MAGNITUDE
-        found = int64(magnitude != 0)
-        b = magnitude >> 16
-        hist[b] += int32(found)
-        kept += found
-        low = min(low, b if found else BINS)
-    return kept, low
+def _read_block(x, g, start, size, block):
+    """(address of x + g from start on, its energy, its top): x's own where there is no gradient."""
+    if g == 0:
+        energy, top = _measure_block(x + 4 * start, size)
+        return x + 4 * start, energy, top
+    energy, top = _sum_block(x + 4 * start, g + 4 * start, block, size)
+    return block, energy, top
 
 
-@_kernel
-def _count_from(x, n, floor, hist):
-    """Histogram of the magnitudes whose bits are at least floor; returns how many there were."""
-    words = carray(uint32_pointer(x), n)
-    kept = 0
-    whole = n - n % LANES
-    for start in range(0, whole, LANES):
-        hits = at_least(x + 4 * start, int32(floor))
-        while hits:
-            i = start + int64(trailing_zeros(hits))
-            hits &= hits - uint64(1)
-            hist[(int64(words[i]) & MAGNITUDE) >> 16] += int32(1)
-            kept += 1
-    for i in range(whole, n):
-        magnitude = int64(words[i]) & MAGNITUDE
-        if magnitude >= floor:
-            hist[magnitude >> 16] += int32(1)
-            kept += 1
-    return kept
+# --- the floor of top-k --------------------------------------------------------------------------
 
 
 @_kernel
 def _bin_of_kth(hist, top, k):
-    """The bin of the k-th largest magnitude and the count above it; -1 where there are fewer."""
-    above = 0
-    for b in range(top, -1, -1):
-        if above + hist[b] >= k:
-            return b, above
+    """The bin of the k-th largest magnitude; 0 where fewer were counted."""
+    above = int64(0)
+    for b in range(top >> 16, 0, -1):
         above += hist[b]
-    return -1, above
+        if above >= k:
+            return b
+    return 0
 
 
 @_kernel
-def _survey(x, g, n, k, hist, block):
-    """Energy, top and histogram of x + g, without storing the sum.
+def _raise_maxima(x, g, maxima, n):
+    """maxima = max(maxima, |x + g|) as bits, for n elements."""
+    a = carray(float32_pointer(x), n)
+    if g == 0:
+        for i in range(n):
+            maxima[i] = max(maxima[i], int32(float_bits(a[i]) & uint32(MAGNITUDE)))
+        return
+    b = carray(float32_pointer(g), n)
+    for i in range(n):
+        maxima[i] = max(maxima[i], int32(float_bits(a[i] + b[i]) & uint32(MAGNITUDE)))
 
-    The histogram is complete only as far down as the k-th largest needs: the k-th largest of what
-    has been seen so far is a lower bound of the answer, so what lies below is never counted. On
-    scattered data k (1 + ln(n / k)) elements are counted instead of n. ``k >= n`` counts none.
 
-    Returns (energy, top, kept, floor, low): the histogram counts the ``kept`` elements from ``floor``
-    on, low is the lowest bin it touched. top >= INF: not finite, and the histogram is incomplete.
+@_kernel
+def _certain_floor(x, g, n, k, work):
+    """A lower bound of the k-th largest magnitude: the k-th largest of 3 k group maxima.
+
+    On scattered data 1.2 k elements reach it. Group j is every width-th element from j on, so that
+    the maxima are formed by vector operations.
     """
-    energy, top, kept, low = 0.0, 0, 0, BINS
-    floor, raise_at = 1, 2 * k
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        sums = x + 4 * start
-        if g != 0:
-            _add_block(sums, g + 4 * start, block, size)
-            sums = block
-        block_energy, block_top = _measure_block(sums, size)
-        energy += block_energy
-        top = max(top, block_top)
-        if top >= INF:
-            break
-        if k >= n or block_top < floor:
-            continue
-        if floor == 1:
-            found, low = _count_all(sums, size, hist, low)
-        else:
-            found = _count_from(sums, size, floor, hist)
-        kept += found
-        if kept >= raise_at:
-            b, above = _bin_of_kth(hist, top >> 16, k)
-            floor = max(1, b << 16)
-            kept = above + hist[b]
-            # The walk over the bins is paid for by at least as many counted elements.
-            raise_at = kept + max(k, (top >> 16) - b)
-    return energy, top, kept, floor, low
-
-
-# --- selection rules -----------------------------------------------------------------------------
+    hist, _, _, maxima, _, _ = work
+    width = max(3 * k + 31, 64) & ~31
+    if width > n // 2:
+        return 1
+    maxima[:width] = 0
+    for start in range(0, n, width):
+        _raise_maxima(x + 4 * start, g + 4 * start if g else 0, maxima, min(width, n - start))
+    top = int32(0)
+    for i in range(width):
+        top = max(top, maxima[i])
+        hist[maxima[i] >> 16] += int32(1)
+    b = _bin_of_kth(hist, int64(top), k)
+    for i in range(width):
+        hist[maxima[i] >> 16] = 0
+    return max(1, b << 16)
 
 
 @_kernel
-def _refine(x, g, n, b, wanted, fine, block):
-    """The bits of the wanted-th largest magnitude within bin b, by one more pass."""
-    fine[:] = 0
-    words = carray(uint32_pointer(x), n)
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        sums = x + 4 * start
-        if g != 0:
-            _add_block(sums, g + 4 * start, block, size)
-            sums = block
-        words = carray(uint32_pointer(sums), size)
-        for i in range(size):
-            magnitude = int64(words[i]) & MAGNITUDE
-            if magnitude >> 16 == b:
-                fine[magnitude & 0xFFFF] += int32(1)
-    if b == 0:
-        fine[0] = 0  # zeros are never sent
-    for low in range(0xFFFF, -1, -1):
-        if wanted <= fine[low]:
-            return (b << 16) | low, wanted
-        wanted -= fine[low]
-    return b << 16, 0
+def _sampled_floor(x, g, n, k, hist):
+    """A guess at a magnitude that somewhat more than k elements reach, from one group in 13 or 61.
 
-
-@_kernel
-def _rule_topk(x, g, n, k, hist, top, kept, floor, fine, block):
-    """Top-k as a threshold: take all above it and the first ``ties`` that equal it.
-
-    Returns (threshold, ties, count): where the threshold is the edge of a bin that holds more than
-    is wanted, ``count`` is more than k and the candidates are to be trimmed.
+    Odd strides, because weights have periods of powers of two.
     """
-    if k >= n or kept <= k:
-        return floor, NO_LIMIT, kept
-    b, above = _bin_of_kth(hist, top >> 16, k)
-    count = above + hist[b]
-    if count <= max(k + k // 2, SPARE):
-        return max(1, b << 16), NO_LIMIT, count
-    threshold, ties = _refine(x, g, n, b, k - above, fine, block)
-    return threshold, ties, k
-
-
-# --- pass 2: extraction --------------------------------------------------------------------------
-
-
-@_kernel
-def _extract(x, g, n, threshold, ties, indices, values):
-    """Store x += g and collect what lies above the threshold, and the first ties that equal it."""
-    count = 0
-    taken = 0
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        base = x + 4 * start
-        if g != 0:
-            _add_block(base, g + 4 * start, base, size)
-        if taken == ties:
-            threshold, taken = threshold + 1, -1  # no more ties: only what is larger
-        for group in range(0, size, LANES):
-            if group + LANES <= size:
-                hits = at_least(base + 4 * group, int32(threshold))
-            else:
-                hits = uint64(0)
-                for i in range(size - group):
-                    word = load_u32(base + 4 * (group + i))
-                    hits |= uint64((int64(word) & MAGNITUDE) >= threshold) << uint64(i)
-            while hits:
-                i = group + int64(trailing_zeros(hits))
-                hits &= hits - uint64(1)
-                word = load_u32(base + 4 * i)
-                if taken >= 0 and (int64(word) & MAGNITUDE) == threshold:
-                    if taken == ties:
-                        continue
-                    taken += 1
-                indices[count] = int32(start + i)
-                values[count] = bits_float(word)
-                count += 1
-    return count
+    stride = LANES * (13 if n < 1 << 21 else 61)
+    top, seen = int64(0), 0
+    for start in range(0, n - LANES, stride):
+        a = carray(float32_pointer(x + 4 * start), LANES)
+        b = carray(float32_pointer(g + 4 * start if g else x), LANES)
+        for i in range(LANES):
+            value = a[i] + b[i] if g else a[i]
+            magnitude = int64(float_bits(value)) & MAGNITUDE
+            hist[magnitude >> 16] += int32(1)
+            top = max(top, magnitude)
+        seen += LANES
+    expected = k * seen / n
+    b = _bin_of_kth(hist, top, int64(expected + 4 * np.sqrt(expected)) + 2)
+    hist[:] = 0
+    return max(1, b << 16)
 
 
 @_kernel
-def _trim(indices, values, count, k, fine):
-    """Keep the k largest of the candidates in place, ties by lowest index; they stay in order.
+def _floor_topk(x, g, n, k, work):
+    """Where to start collecting the k largest: (floor, whether it is certain)."""
+    if k == 0:
+        return INF, True
+    if k >= n // 3:
+        return 1, True
+    if n <= SMALL:
+        return _certain_floor(x, g, n, k, work), True
+    floor = _sampled_floor(x, g, n, k, work[0])
+    return floor, floor == 1
 
-    The candidates above k share a bin with the k-th, so 16 bits decide, 8 at a time.
+
+# --- collecting ----------------------------------------------------------------------------------
+
+
+@_kernel
+def _trim(indices, values, count, k, hist, fine):
+    """Keep the k largest of more than k candidates in place, in order; ties go to the lowest index.
+
+    Returns the bits of the k-th largest, found 15, 8 and 8 bits at a time.
     """
-    least = int64(MAGNITUDE)
+    top = int64(0)
     for i in range(count):
-        least = min(least, int64(float_bits(values[i])) & MAGNITUDE)
-    b = least >> 16
-    wanted = k
+        magnitude = int64(float_bits(values[i])) & MAGNITUDE
+        hist[magnitude >> 16] += int32(1)
+        top = max(top, magnitude)
+    prefix = top >> 16
+    wanted = int64(k)
+    while wanted > hist[prefix]:
+        wanted -= hist[prefix]
+        prefix -= 1
     for i in range(count):
-        wanted -= int64((int64(float_bits(values[i])) & MAGNITUDE) >> 16 != b)
-    prefix = b
+        hist[(int64(float_bits(values[i])) & MAGNITUDE) >> 16] = 0
     for shift in (8, 0):
-        fine[:256] = 0
+        fine[:] = 0
         for i in range(count):
             magnitude = int64(float_bits(values[i])) & MAGNITUDE
             if magnitude >> (shift + 8) == prefix:
@@ -308,12 +252,84 @@ def _trim(indices, values, count, k, fine):
     kept = 0
     for i in range(count):
         magnitude = int64(float_bits(values[i])) & MAGNITUDE
-        tie = int64(magnitude == prefix and wanted > 0)
+        tie = int64((magnitude == prefix) & (wanted > 0))
         wanted -= tie
         indices[kept] = indices[i]
         values[kept] = values[i]
         kept += int64(magnitude > prefix) | tie
-    return kept
+    return prefix
+
+
+@_kernel
+def _hits(address, left, floor):
+    """Which of the next 32 elements (of ``left`` that are there) reach the floor, as bits."""
+    if left >= LANES:
+        return at_least(address, int32(floor))
+    hits = uint64(0)
+    for i in range(left):
+        reached = (int64(load_u32(address + 4 * i)) & MAGNITUDE) >= floor
+        hits |= uint64(reached) << uint64(i)
+    return hits
+
+
+@_kernel
+def _collect(x, g, n, floor, limit, work):
+    """Collect the elements of x + g that reach the floor, of more than ``limit`` the largest.
+
+    Candidates beyond the limit are trimmed when the room is full. From then on the least of the k
+    kept is the floor, and an equal does not reach it: its index would be higher.
+
+    Returns (energy, top, count); top >= INF: not finite, and what was collected means nothing.
+    """
+    hist, fine, block, indices, values, _ = work
+    room = _room(n, limit)
+    energy, top, count = 0.0, int64(0), 0
+    for start in range(0, n, BLOCK):
+        size = min(BLOCK, n - start)
+        sums, block_energy, block_top = _read_block(x, g, start, size, block.ctypes.data)
+        energy += block_energy
+        top = max(top, block_top)
+        if top >= INF:
+            break
+        if block_top < floor:
+            continue
+        next_x = x + 4 * (start + size)
+        next_g = (g if g else x) + 4 * (start + size)
+        for group in range(0, size, LANES):
+            # The branches below would otherwise leave the memory idle.
+            for line in range(4 * group, 4 * (group + LANES), 64):
+                prefetch(next_x + line)
+                prefetch(next_g + line)
+            if count + LANES > room and count > limit:
+                floor = _trim(indices, values, count, limit, hist, fine) + 1
+                count = limit
+            hits = _hits(sums + 4 * group, size - group, floor)
+            while hits:
+                i = group + int64(trailing_zeros(hits))
+                hits &= hits - uint64(1)
+                indices[count] = int32(start + i)
+                values[count] = load_f32(sums + 4 * i)
+                count += 1
+    if count > limit and top < INF:
+        _trim(indices, values, count, limit, hist, fine)
+        count = limit
+    return energy, top, count
+
+
+@_kernel
+def _store(x, g, n, indices, values, count):
+    """The second pass: x += g, and the values at the indices in the place of the sum."""
+    done = 0
+    for start in range(0, n, BLOCK):
+        size = min(BLOCK, n - start)
+        a = carray(float32_pointer(x + 4 * start), size)
+        if g != 0:
+            b = carray(float32_pointer(g + 4 * start), size)
+            for i in range(size):
+                a[i] += b[i]
+        while done < count and indices[done] < start + size:
+            a[indices[done] - start] = values[done]
+            done += 1
 
 
 # --- coding --------------------------------------------------------------------------------------
@@ -511,22 +527,24 @@ def _put_values(out, values, count, value_format):
 
 
 @_kernel
-def _encode(out, x, n, indices, values, count, value_format, parameters):
-    """Write one layer and put the remainder of its values back into x."""
+def _encode(out, indices, values, count, value_format, parameters):
+    """Write one layer and leave in its values what rounding left out. Returns (energy, address)."""
     out = _put_varint(out, (count << 3) | (value_format << 1 if count else 0))
     if count == 0:
         return 0.0, out
     index_bytes = (_choose_rice(indices, count, parameters) + 7) >> 3
     out = _put_varint(out, index_bytes)
     out = _put_rice(out, indices, count, parameters)
-    energy, out = _put_values(out, values, count, value_format)
-    rest = carray(float32_pointer(x), n)
-    for i in range(count):
-        rest[indices[i]] = values[i]
-    return energy, out
+    return _put_values(out, values, count, value_format)
 
 
 # --- compression of a bucket ---------------------------------------------------------------------
+
+
+@_kernel
+def _room(n, k):
+    """Candidates that a layer may have: three times what it sends, and some more."""
+    return min(n, 3 * k + SPARE)
 
 
 @_kernel
@@ -537,31 +555,25 @@ def _sizes(offsets, counts, value_format):
         n = offsets[layer + 1] - offsets[layer]
         k = min(counts[layer], n)
         total += _sparse_bound(n, k, value_format)
-        candidates = max(candidates, min(n, max(k + k // 2, SPARE)))
+        candidates = max(candidates, _room(n, k))
     return total, candidates
 
 
 @_kernel
 def _topk_layer(x, g, n, k, value_format, out, stats, work):
     """One layer, from the gradient to the payload; returns the address after it."""
-    hist, fine, block, indices, values, parameters = work
-    energy, top, kept, floor, low = _survey(x, g, n, k, hist, block.ctypes.data)
+    _, _, _, indices, values, parameters = work
+    floor, certain = _floor_topk(x, g, n, k, work)
+    energy, top, count = _collect(x, g, n, floor, k, work)
+    if count < k and not certain:
+        energy, top, count = _collect(x, g, n, 1, k, work)
     if top >= INF:
-        hist[low:] = 0
         stats[:] = 0.0
         stats[3] = 1.0
         return _put_varint(out, 1)
-    threshold, ties, count = _rule_topk(
-        x, g, n, k, hist, top, kept, floor, fine, block.ctypes.data
-    )
-    hist[low : (top >> 16) + 1] = 0
-    if k == 0:
-        threshold, count = INF, 0
-    found = _extract(x, g, n, threshold, ties, indices, values)
-    if count > k:
-        found = _trim(indices, values, found, k, fine)
-    sent, out = _encode(out, x, n, indices, values, found, value_format, parameters)
-    stats[0], stats[1], stats[2], stats[3] = energy, sent, float(found), 0.0
+    sent, out = _encode(out, indices, values, count, value_format, parameters)
+    _store(x, g, n, indices, values, count)
+    stats[0], stats[1], stats[2], stats[3] = energy, sent, float(count), 0.0
     return out
 
 
@@ -584,7 +596,7 @@ class _Work(threading.local):
 
     def __init__(self) -> None:
         self.hist = np.zeros(BINS, np.int32)
-        self.fine = np.empty(1 << 16, np.int32)
+        self.fine = np.empty(256, np.int32)
         self.block = np.empty(BLOCK, np.float32)
         self.grow(1 << 12)
 
@@ -668,37 +680,54 @@ def _window(position, bit, end):
 
 
 @_kernel
+def _skip_zeros(position, bit, end, most):
+    """Count zero bits until a one and its low bits lie within one window: (damage, bit, zeros)."""
+    size = 8 * (end - position)
+    skipped = 0
+    zeros = int64(trailing_zeros(_window(position, bit, end)))
+    while zeros > 25:
+        skipped += 25
+        bit += 25
+        if bit >= size:
+            return TRUNCATED, bit, 0
+        if skipped > most:
+            return RUN, bit, 0
+        zeros = int64(trailing_zeros(_window(position, bit, end)))
+    return 0, bit, skipped
+
+
+@_kernel
 def _get_rice(position, end, n, indices, count):
     """Decode count indices below n from the stream in [position, end); returns (damage, address)."""
-    size = 8 * (end - position)
-    bit = int64(0)
-    index = int64(-1)
-    r, mask = int64(0), int64(0)
+    bit, index, r, mask = int64(0), int64(-1), int64(0), int64(0)
+    word, left = uint64(0), int64(0)  # the stream from ``bit`` on, of which ``left`` bits are valid
     most = _bit_length(n)
     for i in range(count):
         if i % RICE_BLOCK == 0:
             r = int64(_window(position, bit, end) & uint64(31))
             bit += RICE_BITS
             mask = (int64(1) << r) - 1
+            left = 0
             if r > most:
                 return RICE, position + (bit >> 3)
-        word = _window(position, bit, end)
         zeros = int64(trailing_zeros(word))
-        quotient = int64(0)
-        while zeros > 25:  # the one and the low bits might not be in this window
-            quotient += 25
-            bit += 25
-            if bit >= size or quotient > n >> r:
-                return (TRUNCATED if bit >= size else RUN), position + (bit >> 3)
-            word = _window(position, bit, end)
+        skipped = int64(0)
+        if zeros + 1 + r > left:
+            damage, bit, skipped = _skip_zeros(position, bit, end, n >> r)
+            if damage:
+                return damage, position + (bit >> 3)
+            word, left = _window(position, bit, end), 57
             zeros = int64(trailing_zeros(word))
-        quotient += zeros
-        index += 1 + ((quotient << r) | (int64(word >> uint64(zeros + 1)) & mask))
-        bit += zeros + 1 + r
+        low = int64(word >> uint64(zeros + 1)) & mask
+        index += 1 + (((skipped + zeros) << r) | low)
+        length = zeros + 1 + r
+        bit += length
+        left -= length
+        word >>= uint64(length)
         if index >= n:
             return INDEX, position + (bit >> 3)
         indices[i] = int32(index)
-    if bit > size:
+    if bit > 8 * (end - position):
         return TRUNCATED, end
     if (bit + 7) >> 3 != end - position:
         return LENGTH, position + (bit >> 3)
@@ -776,6 +805,7 @@ def _add_layers(start, size, outs, numels, scale, expected, marks, indices, valu
         if count < 0:
             out[:] = np.float32(np.nan)
         for i in range(count):
+            prefetch(outs[layer] + 4 * int64(indices[min(i + AHEAD, count - 1)]))
             out[indices[i]] += scale * values[i]
     if position != end:
         return TRAILING, len(outs) - 1, position - start

@@ -132,3 +132,24 @@ def at_least(typingctx, address, floor):
         return builder.zext(builder.bitcast(hits, _I32), _I64)
 
     return types.uint64(types.int64, types.int32), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Start loading the cache line at ``address``; any address will do, nothing is ever raised."""
+    del typingctx, address
+
+    def codegen(context, builder, signature, args):
+        del signature
+        byte_pointer = ir.IntType(8).as_pointer()
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            (byte_pointer,),
+            ir.FunctionType(ir.VoidType(), [byte_pointer, _I32, _I32, _I32]),
+        )
+        read, keep, data = 0, 3, 1
+        flags = [ir.Constant(_I32, flag) for flag in (read, keep, data)]
+        builder.call(function, [builder.inttoptr(args[0], byte_pointer), *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

@@ -78,9 +78,7 @@ class World:
 
     def agree_on_collection(self, found: list[str], errors: list[str]) -> str | None:
         """What is wrong with what the ranks collected, the same text on every rank, or None."""
-        everything: list[tuple[list[str], list[str]]] = self._communicator.allgather(
-            (found, errors)
-        )
+        everything: list[tuple[list[str], list[str]]] = self._communicator.allgather((found, errors))
         problems = []
         for rank, (ids, failures) in enumerate(everything):
             problems += [f"rank {rank} could not collect: {failure}" for failure in failures]

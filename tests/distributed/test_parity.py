@@ -1,0 +1,894 @@
+"""Without compression, training equals stock Horovod's to the bit, whatever the model does.
+
+Where stock Horovod cannot do a thing, or does it wrongly, the reference is a plain optimizer whose
+gradients are averaged by hand.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+from training import (
+    ByHand,
+    Model,
+    Wrap,
+    assert_ranks_agree,
+    assert_same,
+    batch,
+    bits,
+    loss_of,
+    make_model,
+    ours,
+    plain_step,
+    sgd,
+    snapshot,
+    stock,
+    train,
+)
+
+import hvd_adaptive as hva
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+# The options of the signature
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_equals_stock_for_every_optimizer(optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    assert_same(train(ours, optimizer=make), train(stock, optimizer=make))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hvd.Sum},
+        {"op": hvd.Average},
+        {"gradient_predivide_factor": 2.0},
+        {"gradient_predivide_factor": 3.0},
+        {"groups": 2},
+        {"groups": 100},
+        {"named_parameters": None},
+    ],
+    ids=str,
+)
+def test_training_equals_stock_for_every_option(options: dict[str, Any]) -> None:
+    assert_same(train(ours, **options), train(stock, **options))
+
+
+def test_num_groups_is_accepted_with_horovods_deprecation_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="groups"):
+        mine = train(ours, num_groups=3)
+    assert_same(mine, train(stock, groups=3))
+
+
+def test_groups_of_tensors_train_as_stock_does() -> None:
+    def grouped(wrap: Wrap) -> Any:
+        def wrapped(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+            first, second, third, *_ = optimizer.param_groups[0]["params"]
+            return wrap(optimizer, groups=[[third, first], [second]], **options)
+
+        return wrapped
+
+    assert_same(train(grouped(ours)), train(grouped(stock)))
+
+
+@pytest.mark.parametrize("cap", [1e-6, 0.004, 25.0])
+def test_the_size_of_buckets_does_not_change_the_result(cap: float) -> None:
+    assert_same(train(ours, bucket_cap_mb=cap), train(stock))
+
+
+def test_a_large_layer_that_travels_alone_trains_as_stock_does() -> None:
+    def large() -> nn.Module:
+        return nn.Sequential(nn.Linear(40, 1100), nn.Linear(1100, 1100), nn.Linear(1100, 5))
+
+    assert_same(train(ours, kind=large, steps=3), train(stock, kind=large, steps=3))
+
+
+def test_compression_fp16_equals_stock_fp16_under_both_libraries_names() -> None:
+    expected = train(stock, compression=hvd.Compression.fp16)
+    for compression in ("fp16", hva.Compression.fp16, hvd.Compression.fp16):
+        assert_same(train(ours, compression=compression), expected)
+
+
+def test_horovods_own_compression_none_is_accepted() -> None:
+    assert_same(train(ours, compression=hvd.Compression.none), train(stock))
+
+
+def test_arguments_by_position_mean_what_they_mean_in_horovod() -> None:
+    def run(wrap: Any, none: Any) -> Any:
+        model = make_model()
+        named = list(model.named_parameters())
+        optimizer = wrap(
+            sgd(model.parameters()), named, none, 2, hvd.Average, 2.0, 0, None, True,
+            hvd.global_process_set,
+        )  # fmt: skip
+        snapshots = [snapshot(model)]
+        for step in range(4):
+            loss_of(model, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            snapshots.append(snapshot(model))
+        return snapshots
+
+    assert_same(
+        run(hva.DistributedOptimizer, hva.Compression.none),
+        run(hvd.DistributedOptimizer, hvd.Compression.none),
+    )
+
+
+def test_a_single_rank_trains_as_the_plain_optimizer_does() -> None:
+    if hvd.size() > 1:
+        # The same in a process set of one.
+        sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+        options = {"process_set": sets[hvd.rank()]}
+    else:
+        options = {}
+    plain = train(lambda optimizer, **_: optimizer)
+    assert_same(train(ours, **options), plain)
+    assert_same(train(ours, compression="topk:density=0.01", **options), plain)
+    if hvd.size() > 1:
+        for each in sets:
+            hvd.remove_process_set(each)
+
+
+# Gradients that are missing, sparse, frozen, oddly typed or oddly laid out
+
+
+def uses_branch_on(which: str, step: int) -> bool:
+    return {
+        "one rank leaves it out": hvd.rank() != 0,
+        "one rank uses it": hvd.rank() == hvd.size() - 1,
+        "no rank uses it": False,
+        "changing": (hvd.rank() + step) % 3 != 0,
+        "used later": step >= 2,
+        "used first": step < 2,
+    }[which]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "which",
+    [
+        "one rank leaves it out",
+        "one rank uses it",
+        "no rank uses it",
+        "changing",
+        "used later",
+        "used first",
+    ],
+)
+def test_parameters_without_a_gradient_train_as_with_stock(which: str, set_to_none: bool) -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        model.zero_grad(set_to_none=set_to_none)
+        loss_of(model, step, branch=uses_branch_on(which, step)).backward()
+        optimizer.step()
+
+    assert_same(train(ours, one_step, steps=6), train(stock, one_step, steps=6))
+
+
+def test_a_step_without_any_backward_pass_on_one_rank_trains_as_with_stock() -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        if hvd.rank() != 0 or step != 2:
+            loss_of(model, step).backward()
+        optimizer.step()
+
+    assert_same(train(ours, one_step), train(stock, one_step))
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8, sparse=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, index: Tensor) -> Tensor:
+        out: Tensor = self.out(self.words(index).mean(1))
+        return out
+
+
+def words_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(100 * hvd.rank() + step)
+    index = torch.randint(0, 50, (4, 6), generator=generator)
+    model(index).square().mean().backward()
+    optimizer.step()
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients_train_as_with_stock(sparse_as_dense: bool) -> None:
+    options: dict[str, Any] = {"kind": Words, "optimizer": plain_sgd}
+    mine = train(ours, words_step, sparse_as_dense=sparse_as_dense, **options)
+    assert_same(mine, train(stock, words_step, sparse_as_dense=sparse_as_dense, **options))
+
+
+def test_sparse_gradients_stay_sparse_for_the_wrapped_optimizer() -> None:
+    for sparse_as_dense in (False, True):
+        model = make_model(Words)
+        optimizer = ours(
+            torch.optim.SparseAdam([model.words.weight]),
+            named_parameters=[("words", model.words.weight)],
+            sparse_as_dense=sparse_as_dense,
+        )
+        before = model.words.weight.detach().clone()
+        for step in range(2):
+            words_step(model, optimizer, step)
+        assert not torch.equal(before, model.words.weight)
+        assert_ranks_agree(model.words)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("without", [0, 2])
+def test_a_rank_without_a_sparse_gradient_takes_part(without: int, sparse_as_dense: bool) -> None:
+    # Stock Horovod sends dense zeros here and fails where the others send sparse ones.
+    def one_step(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        index = torch.tensor([[step, 3 + hvd.rank(), 7]])
+        if step == without and hvd.rank() == 0:
+            model.out(torch.ones(1, 8)).square().mean().backward()
+        else:
+            model(index).square().mean().backward()
+        optimizer.step()
+
+    class Densified(ByHand):
+        """As dense zeros, which an optimizer without momentum does not tell from nothing."""
+
+        def synchronize(self) -> None:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad.to_dense()
+            super().synchronize()
+
+    options: dict[str, Any] = {"kind": Words, "optimizer": plain_sgd}
+    mine = train(ours, one_step, sparse_as_dense=sparse_as_dense, **options)
+    expected = train(Densified, one_step, **options)
+    for left, right in zip(mine, expected, strict=True):
+        for name in left:
+            if not name.endswith(".grad"):
+                torch.testing.assert_close(left[name], right[name])
+
+
+def test_frozen_parameters_train_as_with_stock() -> None:
+    def frozen() -> nn.Module:
+        model = Model()
+        model.first.requires_grad_(False)
+        return model
+
+    mine = train(ours, kind=frozen)
+    assert_same(mine, train(stock, kind=frozen))
+    assert bits(mine[0]["first.weight"]) == bits(mine[-1]["first.weight"])
+
+
+def test_parameters_unfrozen_and_frozen_again_during_training_are_averaged_by_hand() -> None:
+    # Stock Horovod has no hook for a parameter that was frozen at construction: ranks drift apart.
+    def frozen() -> nn.Module:
+        model = Model()
+        model.first.requires_grad_(False)
+        return model
+
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        assert isinstance(model, Model)
+        optimizer.zero_grad()
+        model.first.requires_grad_(step in (2, 3, 6))
+        model.branch.requires_grad_(step != 4)
+        loss_of(model, step).backward()
+        optimizer.step()
+        assert_ranks_agree(model)
+
+    mine = train(ours, one_step, kind=frozen, steps=8)
+    assert_same(mine, train(ByHand, one_step, kind=frozen, steps=8))
+    assert bits(mine[0]["first.weight"]) != bits(mine[-1]["first.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_gradients_of_other_dtypes_train_as_with_stock(dtype: torch.dtype) -> None:
+    def kind() -> nn.Module:
+        return Model().to(dtype)
+
+    assert_same(train(ours, kind=kind), train(stock, kind=kind))
+
+
+def test_bfloat16_gradients_are_averaged_in_float32() -> None:
+    # Horovod cannot add bfloat16 on CPU.
+    def kind() -> nn.Module:
+        return Model().to(torch.bfloat16)
+
+    assert_same(train(ours, kind=kind), train(ByHand, kind=kind))
+
+
+def test_a_model_of_mixed_dtypes_trains_as_with_stock() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.half = nn.Linear(40, 30).to(torch.float16)
+            self.single = nn.Linear(30, 20)
+            self.double = nn.Linear(20, 5).to(torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.double(self.single(self.half(x.half()).float()).double())
+            return out
+
+    assert_same(train(ours, kind=Mixed), train(stock, kind=Mixed))
+
+
+def test_channels_last_gradients_are_averaged_and_keep_their_layout() -> None:
+    # Horovod refuses gradients that are not contiguous.
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> Tensor:
+            images = x.reshape(-1, 4, 5, 6).contiguous(memory_format=torch.channels_last)
+            out: Tensor = self.conv(images)
+            return out
+
+    def one_step(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        model(batch(step, features=240)).square().mean().backward()
+        assert not model.conv.weight.grad.is_contiguous()
+        optimizer.step()
+        assert model.conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+    mine = train(ours, one_step, kind=Convolution)
+    assert_same(mine, train(ByHand, one_step, kind=Convolution))
+
+
+def test_transposed_and_scalar_and_empty_parameters_are_averaged() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transposed = nn.Parameter(torch.randn(40, 7).t())
+            self.scalar = nn.Parameter(torch.tensor(1.5))
+            self.empty = nn.Parameter(torch.empty(0))
+            self.hollow = nn.Parameter(torch.empty(0, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            nothing = self.empty.sum() + self.hollow.sum()
+            return (x @ self.transposed.t()) * self.scalar + nothing
+
+    mine = train(ours, kind=Odd)
+    assert_same(mine, train(ByHand, kind=Odd))
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_accumulated_gradients_train_as_with_stock(passes: int) -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        for number in range(passes):
+            loss_of(model, passes * step + number).backward()
+        optimizer.step()
+
+    options = {"backward_passes_per_step": passes}
+    assert_same(train(ours, one_step, **options), train(stock, one_step, **options))
+
+
+def test_a_step_before_all_backward_passes_trains_as_with_stock() -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        for number in range(1 + step % 3):
+            loss_of(model, 3 * step + number).backward()
+        optimizer.step()
+
+    options = {"backward_passes_per_step": 3}
+    assert_same(train(ours, one_step, **options), train(stock, one_step, **options))
+
+
+def test_the_number_of_backward_passes_can_be_changed() -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        passes = 1 + step % 3
+        optimizer.set_backward_passes_per_step(passes)
+        assert optimizer.backward_passes_per_step == passes
+        optimizer.zero_grad()
+        for number in range(passes):
+            loss_of(model, 3 * step + number).backward()
+        optimizer.step()
+
+    assert_same(train(ours, one_step, steps=6), train(stock, one_step, steps=6))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_takes_torchs_argument(set_to_none: bool) -> None:
+    # Stock Horovod's zero_grad takes no argument (horovod#3405).
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert all((p.grad is None) == (set_to_none or step == 0) for p in model.parameters())
+        loss_of(model, step).backward()
+        optimizer.step()
+
+    assert_same(train(ours, one_step), train(stock))
+
+
+@pytest.mark.ranks(2, 4)
+def test_zero_grad_between_backward_and_step_is_an_error_and_training_can_go_on() -> None:
+    for wrap in (ours, stock):
+        model = make_model()
+        optimizer = wrap(sgd(model.parameters()), named_parameters=model.named_parameters())
+        for step in range(3):
+            loss_of(model, step).backward()
+            with pytest.raises(AssertionError, match="zero_grad"):
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_ranks_agree(model)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("before", [0, 2])
+def test_too_many_backward_passes_are_an_error_and_training_can_go_on(before: int) -> None:
+    for wrap in (ours, stock):
+        model = make_model()
+        optimizer = wrap(sgd(model.parameters()), named_parameters=model.named_parameters())
+        for step in range(before):
+            plain_step(model, optimizer, step)
+        loss_of(model, 5).backward()
+        with pytest.raises(AssertionError, match="backward_passes_per_step"):
+            loss_of(model, 6).backward()
+        optimizer.step()
+        plain_step(model, optimizer, 7)
+        assert_ranks_agree(model)
+
+
+# synchronize() and what users do between it and step()
+
+
+@pytest.mark.smoke
+def test_clipping_between_synchronize_and_step_trains_as_with_stock() -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, step).mul(100).backward()
+        optimizer.synchronize()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm > 0.5
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    assert_same(train(ours, one_step), train(stock, one_step))
+
+
+def test_step_after_synchronize_outside_the_context_warns_once_a_step() -> None:
+    model = make_model()
+    optimizer = ours(sgd(model.parameters()), named_parameters=model.named_parameters())
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            optimizer.step()
+        assert len(seen) == 1
+        assert "skip_synchronize" in str(seen[0].message)
+        assert seen[0].filename == __file__
+
+
+def test_step_after_synchronize_outside_the_context_reduces_once() -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+
+    assert_same(train(ours, one_step, op=hvd.Sum), train(stock, op=hvd.Sum))
+
+
+def test_the_usual_ways_to_step_do_not_warn() -> None:
+    def clipped(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(ours, plain_step)
+        train(ours, clipped)
+
+
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step_together() -> None:
+    scales: dict[str, list[float]] = {}
+
+    def run(name: str, wrap: Wrap) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+        def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            if step == 2 and hvd.rank() == hvd.size() - 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            scales.setdefault(name, []).append(scaler.get_scale())
+
+        return train(wrap, one_step, steps=6)
+
+    mine = run("ours", ours)
+    # A NaN's payload bits are nobody's business: gradients of the skipped step are not compared.
+    assert_same(mine, run("stock", stock), parameters_only=True)
+    assert scales["ours"] == scales["stock"]
+    assert scales["ours"][2] < scales["ours"][1]
+    assert bits(mine[2]["first.weight"]) == bits(mine[3]["first.weight"])
+    assert bits(mine[3]["first.weight"]) != bits(mine[4]["first.weight"])
+
+
+def test_a_closures_gradients_are_reduced_before_the_update() -> None:
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        mean = optimizer.step(closure)
+        assert mean is not None
+
+    assert_same(train(ours, one_step), train(ByHand, one_step))
+
+
+def test_lbfgs_evaluates_its_closure_many_times_and_stays_equal_on_all_ranks() -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert_ranks_agree(model)
+
+    options: dict[str, Any] = {"optimizer": lbfgs, "steps": 2}
+    mine = train(ours, one_step, **options)
+    assert_same(mine, train(ByHand, one_step, **options))
+
+
+def test_the_loss_that_a_step_returns_is_that_of_the_closure() -> None:
+    model = make_model()
+    optimizer = ours(sgd(model.parameters()), named_parameters=model.named_parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    expected = torch.stack([loss_of_rank(model, rank) for rank in range(hvd.size())]).mean()
+    assert float(optimizer.step(closure)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def loss_of_rank(model: nn.Module, rank: int) -> Tensor:
+    with torch.no_grad():
+        loss: Tensor = model(batch(0, rank=rank)).square().mean()
+    return loss
+
+
+# Process sets and Adasum
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("members", [[0, 2], [1, 2, 3]], ids=str)
+def test_a_process_set_averages_among_its_members_only(members: list[int]) -> None:
+    process_set = hvd.add_process_set(members)
+    mine = train(ours, process_set=process_set)
+    assert_same(mine, train(stock, process_set=process_set))
+    if hvd.rank() not in members:
+        assert_same(mine, train(lambda optimizer, **_: optimizer))
+    compressed = train(ours, process_set=process_set, compression="topk:density=0.1")
+    if hvd.rank() in members:
+        assert bits(compressed[-1]["first.weight"]) != bits(mine[-1]["first.weight"])
+    else:
+        assert_same(compressed, mine)
+    hvd.remove_process_set(process_set)
+
+
+@pytest.mark.ranks(2, 4)
+def test_adasum_trains_as_stock_does() -> None:
+    assert_same(train(ours, op=hvd.Adasum), train(stock, op=hvd.Adasum), parameters_only=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "topk:density=0.1"},
+        {"compression": "fp16"},
+        {"overrides": {"*.weight": "topk:density=0.1"}},
+    ],
+    ids=str,
+)
+def test_adasum_with_compression_is_an_error(options: dict[str, Any]) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="Adasum"):
+        ours(
+            sgd(model.parameters()),
+            named_parameters=model.named_parameters(),
+            op=hvd.Adasum,
+            **options,
+        )
+
+
+# Life with the wrapped optimizer
+
+
+def test_parameters_added_after_construction_are_averaged() -> None:
+    class Growing(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = nn.Linear(40, 5)
+
+        def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+            out: Tensor = super().forward(x, branch) + self.late(x)
+            return out
+
+    def some(parameters: Any) -> torch.optim.Optimizer:
+        return sgd(list(parameters)[:-2])
+
+    def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+        assert isinstance(model, Growing)
+        if step == 2:
+            optimizer.add_param_group({"params": list(model.late.parameters()), "lr": 0.01})
+        model.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+    options: dict[str, Any] = {"kind": Growing, "optimizer": some, "steps": 5}
+    for named in ("all", "none"):
+        if named == "none":
+            options["named_parameters"] = None
+        mine = train(ours, one_step, **options)
+        # The gradient of a parameter that no optimizer knows yet is each rank's own.
+        assert_same(mine, train(ByHand, one_step, **options))
+
+
+def test_several_optimizers_in_one_program_train_as_with_stock() -> None:
+    def run(wrap: Wrap) -> Any:
+        generator, critic = make_model(lambda: nn.Linear(40, 40)), make_model(lambda: nn.Linear(40, 1))
+        first = wrap(sgd(generator.parameters()), named_parameters=named("g", generator))
+        second = wrap(sgd(critic.parameters()), named_parameters=named("c", critic))
+        snapshots = [snapshot(generator) | suffixed(snapshot(critic))]
+        for step in range(4):
+            second.zero_grad()
+            fake = generator(batch(step))
+            critic(fake.detach()).square().mean().backward()
+            second.step()
+            first.zero_grad()
+            critic.requires_grad_(False)
+            critic(fake).mean().backward()
+            first.step()
+            critic.requires_grad_(True)
+            snapshots.append(snapshot(generator) | suffixed(snapshot(critic)))
+        return snapshots
+
+    assert_same(run(ours), run(stock))
+
+
+def named(prefix: str, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters()]
+
+
+def suffixed(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"critic.{name}": value for name, value in values.items()}
+
+
+def test_optimizers_whose_backward_passes_interleave_train_as_with_stock() -> None:
+    def run(wrap: Wrap) -> Any:
+        left, right = make_model(), make_model()
+        first = wrap(sgd(left.parameters()), named_parameters=named("l", left))
+        second = wrap(sgd(right.parameters()), named_parameters=named("r", right))
+        snapshots = [snapshot(left) | suffixed(snapshot(right))]
+        for step in range(4):
+            first.zero_grad()
+            second.zero_grad()
+            (loss_of(left, step) + 2 * loss_of(right, step)).backward()
+            second.step()
+            first.step()
+            snapshots.append(snapshot(left) | suffixed(snapshot(right)))
+        return snapshots
+
+    assert_same(run(ours), run(stock))
+
+
+def test_a_learning_rate_scheduler_works_on_the_wrapped_optimizer() -> None:
+    def run(wrap: Wrap) -> Any:
+        model = make_model()
+        optimizer = wrap(sgd(model.parameters()), named_parameters=model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        snapshots = [snapshot(model)]
+        for step in range(4):
+            plain_step(model, optimizer, step)
+            scheduler.step()
+            snapshots.append(snapshot(model))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
+        return snapshots
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine = run(ours)
+    assert_same(mine, run(stock))
+
+
+def test_a_scheduler_made_before_wrapping_drives_the_wrapped_optimizer() -> None:
+    def run(wrap: Wrap) -> Any:
+        model = make_model()
+        plain = sgd(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+        optimizer = wrap(plain, named_parameters=model.named_parameters())
+        snapshots = [snapshot(model)]
+        for step in range(3):
+            plain_step(model, optimizer, step)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scheduler.step()
+            snapshots.append(snapshot(model))
+        assert_ranks_agree(model)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+        return snapshots
+
+    assert_same(run(ours), run(stock))
+
+
+def test_the_wrapped_optimizer_is_an_instance_of_the_users_class() -> None:
+    model = make_model()
+    optimizer = ours(torch.optim.AdamW(model.parameters()), named_parameters=None)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert type(optimizer).__name__ == "AdamW"
+    assert repr(optimizer).startswith("AdamW")
+
+
+def test_hooks_and_defaults_of_the_users_optimizer_survive_wrapping() -> None:
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    calls: list[str] = []
+    plain.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer = ours(plain, named_parameters=model.named_parameters())
+    plain_step(model, optimizer, 0)
+    assert calls == ["post"]
+    assert optimizer.defaults["momentum"] == 0.5
+
+
+def test_state_that_the_users_optimizer_has_already_is_kept() -> None:
+    def run(wrap: Wrap) -> Any:
+        model = make_model()
+        plain = torch.optim.Adam(model.parameters(), lr=0.01)
+        torch.manual_seed(0)
+        for _ in range(2):
+            plain.zero_grad()
+            model(torch.randn(4, 40)).square().mean().backward()
+            plain.step()
+        plain.zero_grad()
+        optimizer = wrap(plain, named_parameters=model.named_parameters())
+        snapshots = [snapshot(model)]
+        for step in range(3):
+            plain_step(model, optimizer, step)
+            snapshots.append(snapshot(model))
+        return snapshots
+
+    assert_same(run(ours), run(ByHand))
+
+
+@pytest.mark.parametrize("make", ["sgd", "adam", "adamw"])
+def test_a_state_dict_continues_a_run_in_a_new_optimizer_and_in_a_plain_one(make: str) -> None:
+    whole = train(ours, optimizer=OPTIMIZERS[make], steps=6)
+
+    model = make_model()
+    optimizer = ours(OPTIMIZERS[make](model.parameters()), named_parameters=model.named_parameters())
+    for step in range(3):
+        plain_step(model, optimizer, step)
+    saved_model = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"state", "param_groups"}
+
+    for wrap in (ours, ByHand):
+        again = make_model()
+        again.load_state_dict(saved_model)
+        plain = OPTIMIZERS[make](again.parameters())
+        if wrap is ByHand:
+            plain.load_state_dict(saved)
+        resumed = wrap(plain, named_parameters=again.named_parameters())
+        if wrap is ours:
+            resumed.load_state_dict(saved)
+        for step in range(3, 6):
+            plain_step(again, resumed, step)
+        assert_same([whole[0], whole[-1]], [whole[0], snapshot(again)])
+
+
+def test_load_state_dict_after_backward_forgets_the_gradients_of_that_step() -> None:
+    model = make_model()
+    optimizer = ours(sgd(model.parameters()), named_parameters=model.named_parameters())
+    for step in range(2):
+        plain_step(model, optimizer, step)
+    loss_of(model, 2).backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    for step in range(2, 4):
+        plain_step(model, optimizer, step)
+    assert_ranks_agree(model)
+
+
+@pytest.mark.parametrize("make", ["sgd", "adam"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_broadcasting_the_optimizers_state_sends_no_gradients_and_makes_ranks_equal(
+    make: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from training import counted
+
+    model = make_model()
+    plain = OPTIMIZERS[make](model.parameters())
+    for group in plain.param_groups:
+        group["lr"] = 0.01 * (1 + hvd.rank())
+    if trained and hvd.rank() == 0:
+        # As after loading a checkpoint, which only rank 0 does.
+        loss_of(model, 0).backward()
+        plain.step()
+        plain.zero_grad()
+    optimizer = ours(plain, named_parameters=model.named_parameters())
+    with counted(monkeypatch) as counts:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert sum(counts.values()) == 0
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    with counted(monkeypatch) as counts:
+        for step in range(2):
+            plain_step(model, optimizer, step)
+    assert (sum(counts.values()) > 0) == (hvd.size() > 1)
+    assert_ranks_agree(model)
+
+
+def test_a_broadcast_between_steps_does_not_disturb_training() -> None:
+    model = make_model()
+    optimizer = ours(OPTIMIZERS["adam"](model.parameters()), named_parameters=None)
+    snapshots = [snapshot(model)]
+    for step in range(4):
+        plain_step(model, optimizer, step)
+        snapshots.append(snapshot(model))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    expected = train(stock, optimizer=OPTIMIZERS["adam"])
+    assert_same(snapshots, expected, parameters_only=True)
+
+
+def test_a_model_and_optimizer_that_are_dropped_are_freed_and_their_hooks_removed() -> None:
+    model = make_model()
+    first = ours(sgd(model.parameters()), named_parameters=model.named_parameters())
+    plain_step(model, first, 0)
+    del first
+    # A second optimizer on the same parameters must not meet the first one's hooks.
+    second = ours(sgd(model.parameters()), named_parameters=model.named_parameters())
+    for step in range(1, 4):
+        plain_step(model, second, step)
+    assert_ranks_agree(model)
