@@ -169,7 +169,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
 
     Example:
         >>> max_sparse_bytes(1_000_000, 10_000, ValueFormat.int8) * 8 / 10_000  # bits a value
-        16.7544
+        16.6992
     """
     count = min(count, numel)
     if count <= 0:
@@ -179,9 +179,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     r = max(0, (rest // count).bit_length() - 1)
     bits = (rest >> r) + count * (r + 1) + RICE_BITS * -(-count // RICE_BLOCK)
     index_bytes = -(-bits // 8)
-    return (
-        varint_bytes(count << 3) + varint_bytes(index_bytes) + index_bytes + values.nbytes(count)
-    )
+    return varint_bytes(count << 3) + varint_bytes(index_bytes) + index_bytes + values.nbytes(count)
 
 
 def write_header(buffer: Tensor, bucket: int, layers: int) -> None:
@@ -202,7 +200,7 @@ def write_header(buffer: Tensor, bucket: int, layers: int) -> None:
             f"{MAX_BODY_BYTES}, got a buffer of {buffer.numel()} bytes"
         )
     if buffer.device.type == "cpu":
-        HEADER.pack_into(buffer.numpy(), 0, MAGIC, VERSION, 0, size, bucket, layers)
+        HEADER.pack_into(buffer.numpy().data, 0, MAGIC, VERSION, 0, size, bucket, layers)
     else:
         header = bytearray(HEADER.pack(MAGIC, VERSION, 0, size, bucket, layers))
         buffer[:HEADER_BYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
@@ -250,7 +248,7 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> list[T
         if start > total:
             raise _frame_error(rank, bucket, f"its header ends at byte {start} of {total}")
         raw = buffer[position:start].cpu().numpy()
-        found = HEADER.unpack_from(raw)
+        found = HEADER.unpack_from(raw.data)
         size = found[3]
         expected = (MAGIC, VERSION, 0, size, bucket, layers)
         if found != expected:

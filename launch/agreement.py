@@ -88,6 +88,7 @@ class StopVote:
     """
 
     def __init__(self) -> None:
+        self.outcome = 0
         self._received = 0
         self._received_at = 0.0
         self._polls_to_vote = 1
@@ -110,16 +111,15 @@ class StopVote:
     def poll(self) -> int:
         """The number of the signal at which all ranks stop now, or 0.
 
-        All ranks must call it equally often, at the same places of the program.
+        All ranks must call it equally often, at the same places of the program. What was voted stays.
         """
         self._polls_to_vote -= 1
-        if self._polls_to_vote > 0:
-            return 0
-        stop = self._read_vote()
-        if stop == 0:
-            self._cast_vote()
-            self._polls_to_vote = self._interval
-        return stop
+        if self.outcome == 0 and self._polls_to_vote <= 0:
+            self.outcome = self._read_vote()
+            if self.outcome == 0:
+                self._cast_vote()
+                self._polls_to_vote = self._interval
+        return self.outcome
 
     def close(self) -> None:
         """Waits for the vote that is under way; all ranks must call it."""

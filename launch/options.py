@@ -56,17 +56,18 @@ IDENTITY = (
 EPILOG = """\
 Exit status: 0 when the training is complete; 1 after an error that all ranks agree on; 2 for a wrong
 command line; 130 after SIGINT (Ctrl-C), 143 after SIGTERM and 75 after SIGUSR1 ("try again later":
-batch systems send it ahead of a time limit). Any of the three, on any rank, ends all ranks at the same
-step, after a checkpoint if --checkpoint-dir is given; a second one, a second or more later, ends the
-process at once. The launcher's own exit status may differ. mpirun answers SIGINT (also Ctrl-C under
-horovodrun) and SIGTERM with SIGTERM to its ranks a second later, and kills them after another second; large
-models that need longer to be saved set OMPI_MCA_odls_base_sigkill_timeout=10, which makes both waits 10
-seconds. SIGUSR1 to mpirun reaches the ranks at once and kills nobody. SIGTERM to horovodrun ends only
-horovodrun: its ranks train on.
+batch systems send it ahead of a time limit). Any of the three, on any rank, ends all ranks at the
+same step, after a checkpoint if --checkpoint-dir is given; a second one, a second or more later, ends
+the process at once. The launcher's own exit status may differ.
+
+mpirun answers SIGINT (which is Ctrl-C under horovodrun, too) and SIGTERM with SIGTERM to its ranks a
+second later, and kills them after another second. A large model needs longer to be saved: with
+OMPI_MCA_odls_base_sigkill_timeout=10 both waits are 10 seconds. SIGUSR1 to mpirun reaches the ranks
+at once and kills nobody. SIGTERM to horovodrun ends horovodrun alone: its ranks train on.
 
 The data come from --data-dir, else from the environment variable HVA_DATA, else from data/ in this
-repository (launch/fetch_data.sh puts them there) or Debian's package dataset-fashion-mnist. Where none
-of these has Fashion-MNIST, training falls back to scikit-learn's digits and says so.
+repository (launch/fetch_data.sh puts them there) or Debian's package dataset-fashion-mnist. Where
+none of these has Fashion-MNIST, training falls back to scikit-learn's digits and says so.
 """
 
 
@@ -223,7 +224,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="evaluate on N held-out examples, evenly spread; 0: all (%(default)s)")  # fmt: skip
     add("--update", choices=("sgd", "adamw"), default="sgd", help="update rule (%(default)s)")
     add("--lr", type=number(float, 0), metavar="X",
-        help="learning rate of one rank's batch; scaled as --lr-scaling says (%(default)s)")  # fmt: skip
+        help="learning rate of one rank's batch, before --lr-scaling (%(default)s)")  # fmt: skip
     add("--lr-scaling", choices=("linear", "sqrt", "none"), default="linear",
         help="how it grows with ranks x --accumulate (%(default)s)")  # fmt: skip
     add("--lr-schedule", choices=("cosine", "constant"), default="cosine",
@@ -275,7 +276,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="steps between two checkpoints; 0: only at the end or when stopped"
         " (%(default)s)")  # fmt: skip
     add("--resume", choices=("never", "must", "auto"), nargs="?", const="must", default="never",
-        help="continue from the newest checkpoint in --checkpoint-dir; auto: if there is one")  # fmt: skip
+        help="go on from the newest checkpoint in --checkpoint-dir; auto: if there is one")  # fmt: skip
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

@@ -15,7 +15,7 @@ NaN and Inf are the largest. A *bin* is the upper 16 of these bits: exponent and
 Addresses are passed as int64 and every bound is checked by whoever forms the address.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="attr-defined, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -43,12 +43,17 @@ from hvd_adaptive.kernels.intrinsics import (
     store_f32,
     store_u8,
     store_u16,
-    store_u32,
     store_u64,
     trailing_zeros,
     uint32_pointer,
 )
-from hvd_adaptive.kernels.reference import BINS, check_layers, check_out, errors_from_spectrum
+from hvd_adaptive.kernels.reference import (
+    BINS,
+    check_layers,
+    check_outs,
+    check_spectrum,
+    errors_from_spectrum,
+)
 from hvd_adaptive.wire import (
     MAX_VARINT_BYTES,
     RICE_BITS,
@@ -585,9 +590,7 @@ def _topk_layers(x, offsets, counts, grads, value_format, out, stats, work):
         first = offsets[layer]
         n = offsets[layer + 1] - first
         k = min(counts[layer], n)
-        out = _topk_layer(
-            x + 4 * first, grads[layer], n, k, value_format, out, stats[layer], work
-        )
+        out = _topk_layer(x + 4 * first, grads[layer], n, k, value_format, out, stats[layer], work)
     return out - start
 
 
@@ -699,8 +702,8 @@ def _skip_zeros(position, bit, end, most):
 @_kernel
 def _get_rice(position, end, n, indices, count):
     """Decode count indices below n from the stream in [position, end); returns (damage, address)."""
-    bit, index, r, mask = int64(0), int64(-1), int64(0), int64(0)
-    word, left = uint64(0), int64(0)  # the stream from ``bit`` on, of which ``left`` bits are valid
+    bit, index, r, mask = 0, -1, 0, 0
+    word, left = uint64(0), 0  # the stream from ``bit`` on, of which ``left`` bits are valid
     most = _bit_length(n)
     for i in range(count):
         if i % RICE_BLOCK == 0:
@@ -816,10 +819,8 @@ def sparse_decompress_add_(
     body: Tensor, outs: Sequence[Tensor], scale: float, values: ValueFormat | None = None
 ) -> npt.NDArray[np.uint8]:
     """See :func:`hvd_adaptive.kernels.reference.sparse_decompress_add_`. Releases the GIL."""
-    if body.dtype != torch.uint8 or not body.is_contiguous():
-        raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}, stride {body.stride()}")
+    numels = np.array(check_outs(body, outs), np.int64)
     addresses = np.array([out.data_ptr() for out in outs], np.int64)
-    numels = np.array([check_out(out) for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)
     size = body.numel()
     # A value takes at least a byte, so a body cannot hold more values than bytes.
@@ -852,6 +853,7 @@ def _spectrum(x, n, hist):
 
 def spectrum(x: Tensor) -> npt.NDArray[np.int64]:
     """See :func:`hvd_adaptive.kernels.reference.spectrum`. Releases the GIL."""
+    check_spectrum(x)
     hist = np.zeros(BINS, np.int64)
     _spectrum(x.data_ptr(), x.numel(), hist)
     return hist

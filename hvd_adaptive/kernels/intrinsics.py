@@ -100,8 +100,7 @@ float_bits = _reinterpret(types.float32, types.uint32)
 bits_float = _reinterpret(types.uint32, types.float32)
 
 
-@intrinsic
-def trailing_zeros(typingctx, value):
+def _trailing_zeros(typingctx, value):
     """Index of the lowest set bit of a uint64; 64 where there is none."""
     del typingctx, value
 
@@ -112,8 +111,7 @@ def trailing_zeros(typingctx, value):
     return types.uint64(types.uint64), codegen
 
 
-@intrinsic
-def at_least(typingctx, address, floor):
+def _at_least(typingctx, address, floor):
     """Compare the magnitudes of the 32 float32 at ``address`` with ``floor``, both as bits.
 
     Returns a uint64 whose bit ``i`` says that ``|x[i]|``'s bits are at least ``floor``.
@@ -134,8 +132,7 @@ def at_least(typingctx, address, floor):
     return types.uint64(types.int64, types.int32), codegen
 
 
-@intrinsic
-def prefetch(typingctx, address):
+def _prefetch(typingctx, address):
     """Start loading the cache line at ``address``; any address will do, nothing is ever raised."""
     del typingctx, address
 
@@ -153,3 +150,9 @@ def prefetch(typingctx, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+# Annotated because what Numba's decorator returns is called with one argument less than it declares.
+trailing_zeros: Any = intrinsic(_trailing_zeros)
+at_least: Any = intrinsic(_at_least)
+prefetch: Any = intrinsic(_prefetch)

@@ -39,11 +39,11 @@ def check_layers(
     counts: npt.NDArray[np.int64],
     grads: Sequence[Tensor] | None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``offsets`` and ``counts`` as contiguous int64; raises ValueError where the input does not fit."""
+    """``offsets`` and ``counts`` as contiguous int64; ValueError where the input does not fit."""
     offsets = np.ascontiguousarray(offsets, dtype=np.int64)
     counts = np.ascontiguousarray(counts, dtype=np.int64)
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(f"x is 1-D contiguous float32, got {x.dtype} of shape {tuple(x.shape)}")
+        raise ValueError(f"x is 1-D contiguous float32, got {_describe(x)}")
     if offsets.ndim != 1 or len(offsets) != len(counts) + 1:
         raise ValueError(
             f"L layers have L + 1 offsets and L counts, got {offsets.shape} and {counts.shape}"
@@ -57,22 +57,39 @@ def check_layers(
         if len(grads) != len(counts):
             raise ValueError(f"got {len(grads)} gradients for {len(counts)} layers")
         for layer, (grad, numel) in enumerate(zip(grads, sizes.tolist(), strict=True)):
-            if grad.numel() != numel or grad.dtype != torch.float32 or not grad.is_contiguous():
+            if (
+                grad.numel() != numel
+                or grad.dtype != torch.float32
+                or not grad.is_contiguous()
+                or grad.is_cpu != x.is_cpu
+            ):
                 raise ValueError(
-                    f"the gradient of layer {layer} must be {numel} contiguous float32, got "
-                    f"{grad.dtype} of shape {tuple(grad.shape)}, stride {grad.stride()}"
+                    f"the gradient of layer {layer} must be {numel} contiguous float32 on {x.device}, "
+                    f"got {_describe(grad)}"
                 )
     return offsets, counts
 
 
-def check_out(out: Tensor) -> int:
-    """The number of elements of a tensor that is added to; ValueError unless contiguous float32."""
-    if out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(
-            f"values are added to contiguous float32 tensors, got {out.dtype} of shape "
-            f"{tuple(out.shape)}, stride {out.stride()}"
-        )
-    return out.numel()
+def check_outs(body: Tensor, outs: Sequence[Tensor]) -> list[int]:
+    """The numbers of elements of the tensors that a body is added to; ValueError where one is unfit."""
+    if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
+        raise ValueError(f"a body is 1-D contiguous uint8, got {_describe(body)}")
+    for out in outs:
+        if out.dtype != torch.float32 or not out.is_contiguous() or out.is_cpu != body.is_cpu:
+            raise ValueError(
+                f"values are added to contiguous float32 tensors on {body.device}, got {_describe(out)}"
+            )
+    return [out.numel() for out in outs]
+
+
+def check_spectrum(x: Tensor) -> None:
+    """ValueError unless ``x`` is contiguous float32."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"the spectrum is that of a contiguous float32 tensor, got {_describe(x)}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}, stride {tensor.stride()} on {tensor.device}"
 
 
 # --- encoding ------------------------------------------------------------------------------------
@@ -226,11 +243,11 @@ def topk_compress_(
         >>> import numpy as np, torch
         >>> from hvd_adaptive.wire import ValueFormat
         >>> x = torch.tensor([1.0, -5.0, 2.0, 0.0, 3.0])
-        >>> body, stats = topk_compress_(
-        ...     x, np.array([0, 3, 5]), np.array([1, 2]), ValueFormat.fp32, [torch.ones(3), torch.zeros(2)]
-        ... )
+        >>> offsets, counts = np.array([0, 3, 5]), np.array([1, 2])
+        >>> grads = [torch.ones(3), torch.ones(2)]
+        >>> body, stats = topk_compress_(x, offsets, counts, ValueFormat.fp32, grads)
         >>> x.tolist(), stats[:, 2].tolist()
-        ([2.0, 0.0, 0.0, 0.0, 0.0], [1.0, 1.0])
+        ([2.0, 0.0, 3.0, 0.0, 0.0], [1.0, 2.0])
     """
     offsets, counts = check_layers(x, offsets, counts, grads)
     parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
@@ -388,9 +405,7 @@ def sparse_decompress_add_(
         >>> sparse_decompress_add_(body, [out], scale=0.5).tolist(), out.tolist()
         ([0], [0.0, -2.5, 0.0])
     """
-    if body.dtype != torch.uint8 or not body.is_contiguous():
-        raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}, stride {body.stride()}")
-    numels = [check_out(out) for out in outs]
+    numels = check_outs(body, outs)
     data = body.cpu().numpy().tobytes()
     marks = np.zeros(len(outs), np.uint8)
     layer, position = 0, 0
@@ -420,11 +435,14 @@ def spectrum(x: Tensor) -> npt.NDArray[np.int64]:
     """Histogram of magnitudes: how many elements share exponent and upper 7 bits of the mantissa.
 
     Args:
-        x: float32, contiguous.
+        x: float32, contiguous, of any shape.
 
     Returns:
         ``int64[32768]``, from the smallest magnitude (bin 0: zeros and the least denormals) to the
         largest; bins from 32,640 on count Inf and NaN.
+
+    Raises:
+        ValueError: the tensor is not as described.
 
     Example:
         >>> import torch
@@ -432,7 +450,8 @@ def spectrum(x: Tensor) -> npt.NDArray[np.int64]:
         >>> hist[0], hist[127 << 7], hist[0x7F80:].sum()
         (np.int64(1), np.int64(2), np.int64(1))
     """
-    bins = torch.bincount(_magnitudes(x.detach().reshape(-1)) >> 16, minlength=BINS)
+    check_spectrum(x)
+    bins = torch.bincount(_magnitudes(x.view(-1)) >> 16, minlength=BINS)
     return bins.cpu().numpy()
 
 

@@ -152,14 +152,15 @@ def test_a_single_rank_trains_as_the_plain_optimizer_does() -> None:
 
 
 def uses_branch_on(which: str, step: int) -> bool:
-    return {
+    uses: dict[str, bool] = {
         "one rank leaves it out": hvd.rank() != 0,
         "one rank uses it": hvd.rank() == hvd.size() - 1,
         "no rank uses it": False,
         "changing": (hvd.rank() + step) % 3 != 0,
         "used later": step >= 2,
         "used first": step < 2,
-    }[which]
+    }
+    return uses[which]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -324,12 +325,12 @@ def test_a_model_of_mixed_dtypes_trains_as_with_stock() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.half = nn.Linear(40, 30).to(torch.float16)
-            self.single = nn.Linear(30, 20)
-            self.double = nn.Linear(20, 5).to(torch.float64)
+            self.lower = nn.Linear(40, 30).to(torch.float16)
+            self.middle = nn.Linear(30, 20)
+            self.upper = nn.Linear(20, 5).to(torch.float64)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.double(self.single(self.half(x.half()).float()).double())
+            out: Tensor = self.upper(self.middle(self.lower(x.half()).float()).double())
             return out
 
     assert_same(train(ours, kind=Mixed), train(stock, kind=Mixed))
@@ -340,7 +341,8 @@ def test_channels_last_gradients_are_averaged_and_keep_their_layout() -> None:
     class Convolution(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+            self.conv = nn.Conv2d(4, 8, 3)
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
         def forward(self, x: Tensor) -> Tensor:
             images = x.reshape(-1, 4, 5, 6).contiguous(memory_format=torch.channels_last)
@@ -386,7 +388,7 @@ def test_accumulated_gradients_train_as_with_stock(passes: int) -> None:
             loss_of(model, passes * step + number).backward()
         optimizer.step()
 
-    options = {"backward_passes_per_step": passes}
+    options: dict[str, Any] = {"backward_passes_per_step": passes}
     assert_same(train(ours, one_step, **options), train(stock, one_step, **options))
 
 
@@ -397,7 +399,7 @@ def test_a_step_before_all_backward_passes_trains_as_with_stock() -> None:
             loss_of(model, 3 * step + number).backward()
         optimizer.step()
 
-    options = {"backward_passes_per_step": 3}
+    options: dict[str, Any] = {"backward_passes_per_step": 3}
     assert_same(train(ours, one_step, **options), train(stock, one_step, **options))
 
 
@@ -819,7 +821,7 @@ def test_a_state_dict_continues_a_run_in_a_new_optimizer_and_in_a_plain_one(make
         plain = OPTIMIZERS[make](again.parameters())
         if wrap is ByHand:
             plain.load_state_dict(saved)
-        resumed = wrap(plain, named_parameters=again.named_parameters())
+        resumed: Any = wrap(plain, named_parameters=again.named_parameters())
         if wrap is ours:
             resumed.load_state_dict(saved)
         for step in range(3, 6):

@@ -1,0 +1,136 @@
+"""Training with compressed gradients: against a simulation in one process, and to accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvd_adaptive as hva
+from hvd_adaptive.buckets import Layer
+from hvd_adaptive.compressors import parse
+from hvd_adaptive.routing import Choice
+
+SPECS = ("topk:density=0.05,values=fp32", "topk:density=0.02,values=bf16", "topk:density=0.1,values=int8")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(8, 40, generator=generator)
+    return x, torch.randint(0, 4, (8,), generator=generator)
+
+
+def gradients(net: nn.Module, rank: int, step: int) -> list[Tensor]:
+    x, y = batch(rank, step)
+    loss = nn.functional.cross_entropy(net(x), y)
+    return list(torch.autograd.grad(loss, list(net.parameters())))
+
+
+def simulated(spec: str, ranks: int, steps: int) -> nn.Module:
+    """The same training in one process: error feedback written out, payloads summed in rank order."""
+    net = model()
+    choice = Choice.of(spec, None, None)
+    compressors = [
+        choice.compressor_of(Layer(i, name, tuple(p.shape)))
+        for i, (name, p) in enumerate(net.named_parameters())
+    ]
+    residuals = [[torch.zeros(p.numel()) for p in net.parameters()] for _ in range(ranks)]
+    for step in range(steps):
+        local = [gradients(net, rank, step) for rank in range(ranks)]
+        for index, (p, compressor) in enumerate(zip(net.parameters(), compressors, strict=True)):
+            total = torch.zeros(p.numel())
+            for rank in range(ranks):
+                x = residuals[rank][index].add_(local[rank][index].reshape(-1))
+                payload = compressor.compress_(x, compressor.level)
+                compressor.decompress_add_(payload, total, 1.0 / ranks)
+            with torch.no_grad():
+                p.sub_(total.view(p.shape), alpha=0.1)
+    return net
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.ranks(2, 4)
+def test_training_equals_a_simulation_in_one_process(spec: str) -> None:
+    net = model()
+    optimizer = hva.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        named_parameters=net.named_parameters(),
+        compression=spec,
+        bucket_cap_mb=0.01,
+    )
+    for step in range(8):
+        optimizer.zero_grad()
+        x, y = batch(hvd.rank(), step)
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    expected = simulated(spec, hvd.size(), 8)
+    for p, q in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
+    data = datasets.load_digits()
+    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    held_out = torch.arange(len(x)) % 5 == 0
+    return x[~held_out], y[~held_out], x[held_out], y[held_out]
+
+
+def batches(x: Tensor, y: Tensor, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank its share of the same permutations, 16 samples at a time."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(epochs):
+        order = torch.randperm(len(x), generator=generator)
+        order = order[: len(order) // (16 * hvd.size()) * 16 * hvd.size()]
+        for rows in order.view(-1, hvd.size(), 16)[:, hvd.rank()]:
+            yield x[rows], y[rows]
+
+
+def accuracy(spec: str) -> float:
+    """Share of the held-out digits that are recognised after 15 epochs."""
+    x, y, x_held, y_held = digits()
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = hva.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.05 * hvd.size(), momentum=0.5),
+        named_parameters=net.named_parameters(),
+        compression=spec,
+    )
+    for x_batch, y_batch in batches(x, y, epochs=15):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x_batch), y_batch).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float((net(x_held).argmax(1) == y_held).float().mean())
+
+
+@pytest.mark.ranks(2, 4)
+def test_one_percent_of_the_gradient_with_error_feedback_reaches_dense_accuracy() -> None:
+    dense = accuracy("none")
+    assert dense > 0.93
+    assert accuracy("topk:density=0.01") >= dense - 0.015
+
+
+@pytest.mark.smoke
+def test_all_ranks_hold_the_same_parameters_after_training() -> None:
+    net = model()
+    optimizer = hva.DistributedOptimizer(
+        torch.optim.Adam(net.parameters()), named_parameters=net.named_parameters(), compression="topk"
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(hvd.rank(), step)
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().view(-1) for p in net.parameters()])
+    everyone = hvd.allgather(flat[None], name="parameters")
+    assert torch.equal(everyone, everyone[:1].expand_as(everyone))
+    assert parse("topk").level == optimizer.plan.layers[0].level
