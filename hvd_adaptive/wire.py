@@ -39,6 +39,8 @@ HEADER_BYTES = HEADER.size
 RICE_BLOCK = 256
 RICE_BITS = 5
 VALUE_BLOCK = 256
+MAX_SCALE = float(torch.finfo(torch.float32).max) / 127 * (1 - 2.0**-23)
+"""Largest int8 scale: one float32 below the quotient, so that 127 times it cannot overflow."""
 MAX_NUMEL = 2**31 - 1
 """Elements of one layer: indices are kept as int32."""
 MAX_BODY_BYTES = 2**32 - 1

@@ -17,8 +17,9 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from agreement import RunError, agree
 from torch import nn
+
+from agreement import RunError, agree
 
 FORMAT = 1
 KEPT = 2

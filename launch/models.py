@@ -99,9 +99,7 @@ class MLP(nn.Module):
         layers: list[nn.Module] = [nn.Flatten()]
         for layer in range(sizes.layers):
             layers += [nn.Linear(sizes.width if layer else inputs, sizes.width), nn.ReLU()]
-        self.layers = nn.Sequential(
-            *layers, nn.Dropout(sizes.dropout), nn.Linear(sizes.width, classes)
-        )
+        self.layers = nn.Sequential(*layers, nn.Dropout(sizes.dropout), nn.Linear(sizes.width, classes))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.layers(x)

@@ -11,6 +11,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from tqdm import tqdm
+
 from training import Score
 
 # Between two lines where no terminal shows a moving bar: a log file should stay readable.

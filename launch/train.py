@@ -16,19 +16,23 @@ import shlex
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import data
 import horovod.torch as hvd
+import torch
+from torch import nn
+
+import data
+import hvd_adaptive as hva
 import models
 import options as command_line
-import torch
 from agreement import EXIT_CODES, RunError, StopVote, agree, require_equal
 from checkpoint import Checkpoints, Position
+from hvd_adaptive.telemetry import Meter
 from options import Options
 from report import Progress, gather_costs, table
-from torch import nn
 from training import (
     Batches,
     Score,
@@ -38,9 +42,6 @@ from training import (
     learning_rate_scale,
     train_step,
 )
-
-import hvd_adaptive as hva
-from hvd_adaptive.telemetry import Meter
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,10 @@ class End:
     position: Position
     train_loss: float
     seconds_per_step: float
-    signal: int = 0
 
 
-def main() -> int:
-    options = command_line.parse()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command_line.parse(arguments)
     hvd.init()
     vote = StopVote()
     try:
@@ -115,18 +115,14 @@ def run(options: Options, vote: StopVote) -> int:
     introduce(options, task, model, plan, threads)
 
     progress = Progress(start.step, plan.steps, shown=hvd.rank() == 0)
-    setup = Run(
-        options, task, model, optimizer, meter, batches, plan, checkpoints, progress, vote
-    )
+    setup = Run(options, task, model, optimizer, meter, batches, plan, checkpoints, progress, vote)
     try:
         end = train(setup, start)
-        score = None if end.signal else evaluate(model, task, options.eval_examples, vote)
+        score = None if vote.outcome else evaluate(model, task, options.eval_examples, vote)
     finally:
         progress.close()
-    # The ranks may have voted to stop in the evaluation, after the last checkpoint.
-    number = end.signal or (vote.outcome if score is None else 0)
     if score is None:
-        return stopped(setup, end.position, number)
+        return stopped(setup, end.position)
     finish(setup, end, score)
     vote.close()
     return 0
@@ -275,9 +271,7 @@ def find_start(options: Options, checkpoints: Checkpoints | None) -> Position:
     return start or Position()
 
 
-def introduce(
-    options: Options, task: data.Task, model: nn.Module, plan: Plan, threads: int
-) -> None:
+def introduce(options: Options, task: data.Task, model: nn.Module, plan: Plan, threads: int) -> None:
     how = "Horovod's own optimizer" if options.optimizer == "stock" else "hvd_adaptive"
     say(
         f"{options.model} with {models.count_parameters(model):,} parameters on {task.name}"
@@ -296,13 +290,12 @@ def train(run: Run, start: Position) -> End:
     every = run.options.checkpoint_every
     clock = StepClock()
     losses: list[float] = []
-    saved, train_loss, stop = start, math.nan, 0
+    saved, train_loss = start, math.nan
     position = start
     for position, parts in run.batches.forever(start):
         if position.step > start.step and every and position.step % every == 0:
             saved = save(run, position, clock)
-        stop = run.vote.poll()
-        if stop or position.step >= run.plan.steps:
+        if run.vote.poll() or position.step >= run.plan.steps:
             break
         rate = run.plan.rate(position.step)
         set_rate(run.optimizer, rate)
@@ -317,7 +310,7 @@ def train(run: Run, start: Position) -> End:
             evaluate_between(run, done, clock)
     if run.checkpoints is not None and position != saved:
         save(run, position, clock)
-    return End(position, train_loss, clock.mean(), stop)
+    return End(position, train_loss, clock.mean())
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
@@ -375,8 +368,8 @@ def samples_per_step(run: Run) -> int:
 # --------------------------------------------------------------------------------------- the end
 
 
-def stopped(run: Run, position: Position, number: int) -> int:
-    saved = ""
+def stopped(run: Run, position: Position) -> int:
+    number, saved = run.vote.outcome, ""
     if run.checkpoints is not None:
         saved = f"; the checkpoint is in {run.checkpoints.folder}, --resume goes on from it"
     say(f"stopped by {signal.Signals(number).name} at step {position.step}{saved}")

@@ -10,13 +10,14 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from agreement import StopVote
-from checkpoint import Position
-from data import Batch, Images, Task, Windows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
+
+from agreement import StopVote
+from checkpoint import Position
+from data import Batch, Images, Task, Windows
 
 # Steps that a mean leaves out: kernels compile and buffers are allocated in them.
 WARM_UP_STEPS = 6
@@ -32,15 +33,16 @@ class Batches:
         seed: of the order; the same on all ranks.
     """
 
-    def __init__(
-        self, dataset: Images | Windows, batch_size: int, passes: int, seed: int
-    ) -> None:
+    def __init__(self, dataset: Images | Windows, batch_size: int, passes: int, seed: int) -> None:
         self.dataset = dataset
         self.passes = passes
         # Equal shares: every rank must take part in every step.
         self.sampler: DistributedSampler[int] = DistributedSampler(
-            dataset,  # type: ignore[arg-type]
-            num_replicas=hvd.size(), rank=hvd.rank(), seed=seed, drop_last=True
+            dataset,
+            num_replicas=hvd.size(),
+            rank=hvd.rank(),
+            seed=seed,
+            drop_last=True,
         )
         self.order = BatchSampler(self.sampler, batch_size, drop_last=True)
         self.steps_per_epoch = len(self.order) // passes

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,9 +197,7 @@ def _by_test(events: list[dict[str, Any]], function: Function) -> dict[str, list
     return tests
 
 
-def launch(
-    size: int, functions: Sequence[Function], folder: Path, timeout: float = 120.0
-) -> Launch:
+def launch(size: int, functions: Sequence[Function], folder: Path, timeout: float = 120.0) -> Launch:
     """Runs the functions in `size` ranks, once.
 
     Args:
@@ -239,6 +238,17 @@ def launch(
         events.append([json.loads(line) for line in lines])
         stacks.append(_without_pytest(stack.read_text()) if stack.exists() else "")
     return Launch(size, returncode, text, time.monotonic() - start, events, stacks)
+
+
+def warm_kernels() -> None:
+    """Compile the kernels once, into Numba's cache, instead of in all ranks at the same time.
+
+    Only saves time: where it fails the tests that need kernels fail too, and say it better.
+    """
+    command = [sys.executable, "-m", "hvd_adaptive.kernels.warm"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if shown.returncode:
+        warnings.warn(f"the kernels could not be warmed:\n{shown.stderr}", stacklevel=2)
 
 
 def _horovodrun() -> str:

@@ -6,7 +6,7 @@ Each function there is one test here for each number of ranks; one launch runs a
 from __future__ import annotations
 
 import pytest
-from rank_launcher import DISTRIBUTED, Function, Verdict, functions_in, run
+from rank_launcher import DISTRIBUTED, Function, Verdict, functions_in, run, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
@@ -45,6 +45,7 @@ class Launches:
                 self._selected.setdefault(size, []).append(function)
         self._factory = factory
         self._verdicts: dict[int, dict[str, Verdict]] = {}
+        warm_kernels()
 
     def verdict(self, size: int, function: Function) -> Verdict:
         if size not in self._verdicts:

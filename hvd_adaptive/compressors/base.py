@@ -213,6 +213,7 @@ class GatheredCompressor(Compressor):
         levels: Sequence[Level],
         grads: Sequence[Tensor] | None = None,
         reserve: int = 0,
+        spectra: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, LayerStats]:
         """Compress layers that stand side by side in one buffer.
 
@@ -225,6 +226,8 @@ class GatheredCompressor(Compressor):
             levels: one a layer.
             grads: float32, contiguous, one a layer: added to ``x`` first, in the same pass.
             reserve: bytes to leave free at the front of the result, for a header.
+            spectra: ``int64[L, 32768]``: counts of each layer's magnitudes before compression, by
+                exponent and 7 mantissa bits, are added to its row in the same pass.
 
         Returns:
             The bytes (uint8, ``reserve`` + body) and what was seen on the way.

@@ -82,6 +82,7 @@ class TopK(GatheredCompressor):
         levels: Sequence[Level],
         grads: Sequence[Tensor] | None = None,
         reserve: int = 0,
+        spectra: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, LayerStats]:
         """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
         sizes = np.diff(offsets)
@@ -93,7 +94,7 @@ class TopK(GatheredCompressor):
             dtype=np.int64,
         )
         body, stats = kernels.for_device(x.device).topk_compress_(
-            x, offsets, counts, self.format, grads, reserve
+            x, offsets, counts, self.format, grads, reserve, spectra
         )
         return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 3] != 0)
 

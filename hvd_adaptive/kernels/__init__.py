@@ -30,6 +30,7 @@ class Kernels(Protocol):
         values: ValueFormat,
         grads: Sequence[Tensor] | None = None,
         reserve: int = 0,
+        spectra: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, npt.NDArray[np.float64]]:
         """Extract and encode the largest elements of each layer."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive.wire import (
     MAX_NUMEL,
+    MAX_SCALE,
     MAX_VARINT_BYTES,
     RICE_BITS,
     RICE_BLOCK,
@@ -68,6 +69,18 @@ def check_layers(
                     f"got {_describe(grad)}"
                 )
     return offsets, counts
+
+
+def check_spectra(spectra: npt.NDArray[np.int64] | None, layers: int) -> None:
+    """Raise ValueError unless there is a row of int64 counts for each layer, or nothing at all."""
+    if spectra is None:
+        return
+    shape = (layers, BINS)
+    if spectra.shape != shape or spectra.dtype != np.int64 or not spectra.flags.c_contiguous:
+        raise ValueError(
+            f"spectra must be a C-contiguous int64 array of shape {shape}, got {spectra.dtype} of "
+            f"shape {spectra.shape}"
+        )
 
 
 def check_outs(body: Tensor, outs: Sequence[Tensor]) -> list[int]:
@@ -165,10 +178,10 @@ def _encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """A float32 scale and signed bytes for every 256 values."""
     rows = _blocks(values, VALUE_BLOCK)
     least = torch.ones(1, dtype=torch.int32, device=values.device).view(torch.float32)
-    # the division of a denormal may underflow; a tensor of 127, since torch multiplies by 1 / 127
-    scales = torch.maximum(
-        rows.abs().amax(1, keepdim=True) / torch.full_like(rows[:, :1], 127.0), least
-    )
+    # by a tensor of 127, since torch would multiply by 1 / 127
+    scales = rows.abs().amax(1, keepdim=True) / torch.full_like(rows[:, :1], 127.0)
+    # the division of a denormal may underflow to 0, and 127 times the quotient may overflow
+    scales = torch.maximum(scales, least).clamp(max=MAX_SCALE)
     codes = (rows / scales).round().clamp(-127, 127)
     data = torch.cat([scales.view(torch.uint8), codes.to(torch.int8).view(torch.uint8)], dim=1)
     padding = rows.numel() - values.numel()
@@ -208,6 +221,7 @@ def topk_compress_(
     values: ValueFormat,
     grads: Sequence[Tensor] | None = None,
     reserve: int = 0,
+    spectra: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """Add the gradients, take the largest elements of each layer out of ``x``, and encode them.
 
@@ -229,6 +243,8 @@ def topk_compress_(
             device of ``x``; None adds nothing.
         reserve: bytes to leave free, with whatever they hold, in front of the body (for
             :func:`hvd_adaptive.wire.write_header`).
+        spectra: ``int64[L, 32768]``: the :func:`spectrum` of each finite layer, gradient included, is
+            added to its row in the same pass; None counts nothing.
 
     Returns:
         ``(data, stats)``: uint8, 1-D, on the device of ``x``: ``reserve`` bytes and the body as
@@ -250,6 +266,7 @@ def topk_compress_(
         ([2.0, 0.0, 3.0, 0.0, 0.0], [1.0, 2.0])
     """
     offsets, counts = check_layers(x, offsets, counts, grads)
+    check_spectra(spectra, len(counts))
     parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
     stats = np.zeros((len(counts), 4))
     for layer, k in enumerate(counts.tolist()):
@@ -261,6 +278,8 @@ def topk_compress_(
             continue
         energy = _energy(total)
         part.copy_(total)
+        if spectra is not None:
+            spectra[layer] += spectrum(part)
         encoded, sent, count = _compress_layer_(part, k, values)
         stats[layer] = (energy, sent, count, 0)
         parts += encoded
@@ -293,34 +312,32 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     raise _FoundError(Damage.overlong, position)
 
 
-def _trailing_zeros(word: int) -> int:
-    return (word & -word).bit_length() - 1 if word else 64
+def _window(stream: bytes, bit: int) -> int:
+    """At least 64 bits of the stream from ``bit`` on, zeros past its end."""
+    return int.from_bytes(stream[bit >> 3 : (bit >> 3) + 9], "little") >> (bit & 7)
 
 
 def _read_indices(stream: bytes, start: int, numel: int, count: int) -> list[int]:
     """Decode ``count`` indices; ``start`` is where the stream lies in the body, for messages."""
-    word, size = int.from_bytes(stream, "little"), 8 * len(stream)
-    bit, index, r = 0, -1, 0
+    size, bit, index, r = 8 * len(stream), 0, -1, 0
     indices = []
     for i in range(count):
         if i % RICE_BLOCK == 0:
-            r = (word >> bit) & ((1 << RICE_BITS) - 1)
+            r = _window(stream, bit) & ((1 << RICE_BITS) - 1)
             bit += RICE_BITS
             if r > numel.bit_length():
                 raise _FoundError(Damage.rice, start + (bit >> 3))
-        # A window, because shifting the whole stream for every code would be quadratic.
-        rest = (word >> bit) & ((1 << 64) - 1)
-        zeros = _trailing_zeros(rest)
+        window = _window(stream, bit)
         quotient = 0
-        while zeros > 25:
+        while not window & ((1 << 26) - 1):
             bit, quotient = bit + 25, quotient + 25
             if bit >= size:
                 raise _FoundError(Damage.truncated, start + (bit >> 3))
             if quotient > numel >> r:
                 raise _FoundError(Damage.run, start + (bit >> 3))
-            rest = (word >> bit) & ((1 << 64) - 1)
-            zeros = _trailing_zeros(rest)
-        index += 1 + (((quotient + zeros) << r) | ((rest >> (zeros + 1)) & ((1 << r) - 1)))
+            window = _window(stream, bit)
+        zeros = (window & -window).bit_length() - 1
+        index += 1 + (((quotient + zeros) << r) | ((window >> (zeros + 1)) & ((1 << r) - 1)))
         bit += zeros + 1 + r
         if index >= numel:
             raise _FoundError(Damage.index, start + (bit >> 3))
@@ -329,7 +346,7 @@ def _read_indices(stream: bytes, start: int, numel: int, count: int) -> list[int
         raise _FoundError(Damage.truncated, start + len(stream))
     if (bit + 7) >> 3 != len(stream):
         raise _FoundError(Damage.length, start + (bit >> 3))
-    if word >> bit:
+    if _window(stream, bit):
         raise _FoundError(Damage.padding, start + len(stream) - 1)
     return indices
 
@@ -463,6 +480,7 @@ def _bin_energies() -> npt.NDArray[np.float64]:
     low, high = edges[:-1], edges[1:]
     energies = np.zeros(BINS)
     energies[:finite] = (low * low + low * high + high * high) / 3
+    energies[0] = 0  # almost always zeros; the denormals that share the bin have no energy to speak of
     return energies
 
 

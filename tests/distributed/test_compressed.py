@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from training import (
+from workloads import (
     Model,
     assert_ranks_agree,
     assert_same,
@@ -88,9 +88,8 @@ class Ledger:
             kept = residuals.get(name, torch.zeros(self.wanted[name].numel())).double()
             kept = mean_of(kept, f"kept.{name}").view(SHAPES[name])
             total = self.applied[name] + factor * kept
-            torch.testing.assert_close(
-                total, factor * self.wanted[name], rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            error = float((total - factor * self.wanted[name]).abs().sum())
+            assert error <= 1e-6 * float(self.wanted[name].abs().sum() + 1), f"{name}: {error}"
 
 
 def needs_peers() -> None:
@@ -124,8 +123,6 @@ def test_what_is_applied_and_what_is_kept_add_up_to_all_gradients(values: str) -
         {"overrides": {"middle": "topk:density=0.5,values=fp32"}},
         {"groups": 2},
         {"warmup_steps": 2},
-        {"compression": "fp16", "feedback": "ef"},
-        {"compression": "bf16", "feedback": "ef"},
     ],
     ids=str,
 )
@@ -136,6 +133,25 @@ def test_mass_is_conserved_under_every_option(options: dict[str, Any]) -> None:
         ledger.step(model, optimizer, gradients(step))
         ledger.check(optimizer, hvd.size() if options.get("op") == hvd.Sum else 1.0)
     assert_ranks_agree(model)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("compression", "digits"), [("fp16", 11), ("bf16", 8)])
+def test_feedback_makes_up_for_the_rounding_of_each_ranks_own_values(
+    compression: str, digits: int
+) -> None:
+    # The value lies a quarter of a step above a number that the format can hold.
+    value, steps = 1 + 2.0 ** -(digits + 1), 64
+    for feedback, slack in (("ef", 2.0 ** (2 - digits)), ("none", 0.0)):
+        model = make_model(Layers)
+        optimizer = wrapped(model, compression=compression, feedback=feedback)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            set_gradients(model, {"large": torch.full(SHAPES["large"], value)})
+            optimizer.step()
+        applied = -float(model.large.detach().double().mean())
+        wanted = steps * value if feedback == "ef" else steps
+        assert abs(applied - wanted) <= slack, f"{applied} in place of {wanted}"
 
 
 @pytest.mark.ranks(2, 4)
@@ -532,12 +548,12 @@ def test_a_small_regression_converges_under_compression() -> None:
     model = nn.Linear(64, 32, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = ours(
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.5),
         named_parameters=model.named_parameters(),
         compression="topk:density=0.05",
     )
     generator = torch.Generator().manual_seed(hvd.rank())
-    for _ in range(300):
+    for _ in range(120):
         x = torch.randn(16, 64, generator=generator)
         optimizer.zero_grad()
         (model(x) - x @ truth).square().sum(1).mean().div(32).backward()

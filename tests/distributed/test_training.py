@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 from collections.abc import Iterator
 
 import horovod.torch as hvd
@@ -14,7 +16,11 @@ from hvd_adaptive.buckets import Layer
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.routing import Choice
 
-SPECS = ("topk:density=0.05,values=fp32", "topk:density=0.02,values=bf16", "topk:density=0.1,values=int8")
+SPECS = (
+    "topk:density=0.05,values=fp32",
+    "topk:density=0.02,values=bf16",
+    "topk:density=0.1,values=int8",
+)
 
 
 def model() -> nn.Module:
@@ -98,7 +104,9 @@ def accuracy(spec: str) -> float:
     """Share of the held-out digits that are recognised after 15 epochs."""
     x, y, x_held, y_held = digits()
     torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    net = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     optimizer = hva.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.05 * hvd.size(), momentum=0.5),
         named_parameters=net.named_parameters(),
@@ -134,3 +142,8 @@ def test_all_ranks_hold_the_same_parameters_after_training() -> None:
     everyone = hvd.allgather(flat[None], name="parameters")
     assert torch.equal(everyone, everyone[:1].expand_as(everyone))
     assert parse("topk").level == optimizer.plan.layers[0].level
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    outcome = doctest.testmod(importlib.import_module("hvd_adaptive.optimizer"))
+    assert (outcome.attempted > 0, outcome.failed) == (True, 0)

@@ -1,0 +1,118 @@
+"""The figures in README.md, from the JSON files under results/.
+
+    python benchmarks/readme.py            # rewrites README's section of results
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- results: begin (made by benchmarks/readme.py) -->", "<!-- results: end -->"
+
+
+def load(name: str) -> dict[str, Any]:
+    """One benchmark's figures."""
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return figures
+
+
+def source(name: str, figures: dict[str, Any]) -> str:
+    """Which command made them, where and when."""
+    machine = figures["machine"]
+    return (
+        f"`python benchmarks/{name}.py`, {machine['date']}, {machine['cores']} cores {machine['cpu']}, "
+        f"torch {machine['torch']}."
+    )
+
+
+def table(heading: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def kernels() -> str:
+    """Top-k against a copy of the tensor and torch.topk."""
+    figures = load("kernels")
+    rows = [
+        [
+            f"{float(density):.1%}",
+            values,
+            f"{row['copies']:.1f}",
+            f"{row['speedup']:.0f}",
+            f"{row['bits']:.2f}",
+            f"{row['entropy']:.2f}",
+            f"{row['decode_ns']:.1f}",
+        ]
+        for density, formats in figures["large"].items()
+        for values, row in formats.items()
+        if "bits" in row
+    ]
+    heading = [
+        "density",
+        "values",
+        "time, in copies of the tensor",
+        "times faster than residual + `torch.topk` + scatter",
+        "bits a value sent",
+        "entropy of position + value width",
+        "decoding, ns a value",
+    ]
+    small = figures["small_layers_us"]
+    return (
+        f"Top-k of {figures['numel']:,} float32 on one thread: add the gradient, select, encode, keep the "
+        f"remainder. {source('kernels', figures)}\n\n{table(heading, rows)}\n\n"
+        f"A layer of 4,096 elements takes {small['compress']:.1f} µs in a bucket of 300 "
+        f"(`torch.topk` and what belongs to it: {small['torch']:.0f} µs)."
+    )
+
+
+def overhead() -> str:
+    """A step against stock Horovod's where compression cannot help."""
+    figures = load("overhead")
+    steps, calls = figures["steps"], figures["calls"]
+    rows = [
+        [
+            title,
+            f"{steps[title]['milliseconds']['stock']:.1f} ms",
+            *(f"{steps[title]['ratio'][name]:.3f}" for name in ("none", "topk 1 %")),
+        ]
+        for title in steps
+        if title != "ranks"
+    ]
+    heading = ["model", "stock Horovod's step", "`none` / stock", "`topk` 1 % / stock"]
+    costs = "; ".join(
+        f"`{name}` {cost['layer']:.1f} µs a layer and {cost['bucket']:.0f} µs a bucket, "
+        f"{100 * cost['share']:.1f} % of the step of the 300 layers"
+        for name, cost in calls.items()
+    )
+    return (
+        f"The step where compression cannot help: {steps['ranks']} ranks on one machine, without a network, "
+        f"in turn. {source('overhead', figures)}\n\n{table(heading, rows)}\n\n"
+        f"Our own cost (hooks, buckets, kernels' calls): {costs}."
+    )
+
+
+def render() -> str:
+    """The whole section."""
+    return f"{BEGIN}\n\n{kernels()}\n\n{overhead()}\n\n{END}"
+
+
+def section(text: str) -> str:
+    """README's section of results, as it is."""
+    return BEGIN + text.split(BEGIN)[1].split(END)[0] + END
+
+
+def main() -> int:
+    """Command line."""
+    text = README.read_text()
+    README.write_text(text.replace(section(text), render()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

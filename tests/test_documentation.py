@@ -1,0 +1,40 @@
+"""What README and docstrings say is so."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# optimizer.py's example needs Horovod: tests/distributed runs it
+MODULES = (
+    "hvd_adaptive.compressors",
+    "hvd_adaptive.compressors.dense",
+    "hvd_adaptive.compressors.sparse",
+    "hvd_adaptive.kernels.reference",
+    "hvd_adaptive.telemetry",
+    "hvd_adaptive.wire",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(name), raise_on_error=False)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
+def test_readmes_figures_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    readme = importlib.import_module("readme")
+    try:
+        assert readme.section((ROOT / "README.md").read_text()) == readme.render(), (
+            "run: python benchmarks/readme.py"
+        )
+    finally:
+        sys.modules.pop("readme")

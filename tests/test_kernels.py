@@ -1,0 +1,729 @@
+"""Both kernel modules keep the same promises, and give the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import doctest
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hvd_adaptive import wire
+from hvd_adaptive.kernels import cpu, for_device, reference
+from hvd_adaptive.wire import ValueFormat, WireError, write_varint
+
+MODULES = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
+FORMATS = pytest.mark.parametrize("values", ValueFormat, ids=lambda values: values.name)
+KINDS = (
+    "normal",
+    "equal",
+    "zero",
+    "mostly zero",
+    "ternary",
+    "denormal",
+    "wide",
+    "one huge",
+    "rising",
+    "one bin",
+)
+SIZES = (0, 1, 2, 31, 32, 33, 63, 255, 256, 257, 1000, 2047, 2048, 2049, 4500)
+LARGE = (65535, 65536, 65537, 150_000)
+
+# The first call of a kernel compiles, so a deadline would be about the cache.
+usual = settings(deadline=None, max_examples=60)
+
+
+def numbers(kind: str, numel: int, seed: int) -> npt.NDArray[np.float32]:
+    """Float32 numbers of a kind that gradients have, or that selection could stumble over."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(numel)
+    match kind:
+        case "equal":
+            x = np.full(numel, -0.3)
+        case "zero":
+            x = np.zeros(numel)
+        case "mostly zero":
+            x *= rng.random(numel) < 0.01
+        case "ternary":
+            x = rng.integers(-1, 2, numel).astype(np.float64)
+        case "denormal":
+            x *= 1e-43
+        case "wide":
+            x = np.sign(x) * np.exp(np.clip(25 * x, -85, 85))
+        case "one huge":
+            x[: min(1, numel)] = 3.4e38
+        case "rising":
+            x = np.sort(np.abs(x))
+        case "one bin":  # 1 to 1 + 1/128: the histogram cannot tell them apart
+            x = np.sort(1 + rng.random(numel) / 128)
+    return x.astype(np.float32)
+
+
+layers = st.tuples(st.sampled_from(KINDS), st.sampled_from(SIZES), st.integers(0, 2**32 - 1))
+shares = st.sampled_from([0.0, 1e-9, 0.001, 0.01, 0.1, 0.3, 0.5, 0.99, 1.0, 1.5])
+single_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def counts_of(parts: list[npt.NDArray[np.float32]], share: float) -> npt.NDArray[np.int64]:
+    """A share of each part; more than all of it is allowed."""
+    return np.array([int(np.ceil(share * part.size)) for part in parts], dtype=np.int64)
+
+
+def offsets_of(parts: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.int64]:
+    return np.cumsum([0] + [part.size for part in parts])
+
+
+def bits(x: Tensor | npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """Bits of floats, so that NaN equals itself and 0 differs from -0."""
+    return (x.numpy() if isinstance(x, Tensor) else x).view(np.int32)
+
+
+def sent_indices(x: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """The k largest magnitudes, ties by lowest index, without zeros: by a stable sort."""
+    order = np.argsort(-np.abs(x.astype(np.float64)), kind="stable")[:k]
+    return np.sort(order[x[order] != 0])
+
+
+def compress(
+    kernels: ModuleType, x: npt.NDArray[np.float32], k: int, values: ValueFormat
+) -> tuple[Tensor, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """One layer: (body, remainder, stats)."""
+    rest = torch.from_numpy(x.copy())
+    body, stats = kernels.topk_compress_(rest, np.array([0, x.size]), np.array([k]), values)
+    return body, rest.numpy(), stats[0]
+
+
+def decompress(kernels: ModuleType, body: Tensor, numel: int) -> npt.NDArray[np.float32]:
+    out = torch.zeros(numel)
+    kernels.sparse_decompress_add_(body, [out], 1.0)
+    return out.numpy()
+
+
+# --- what is sent and what stays -----------------------------------------------------------------
+
+
+@MODULES
+@usual
+@given(layers, shares)
+def test_fp32_payload_and_remainder_are_x_and_exactly_the_k_largest_travel(
+    kernels: ModuleType, layer: tuple[str, int, int], share: float
+) -> None:
+    x = numbers(*layer)
+    k = int(np.ceil(share * x.size))
+    body, rest, stats = compress(kernels, x, k, ValueFormat.fp32)
+    sent = decompress(kernels, body, x.size)
+    expected = sent_indices(x, k)
+    assert np.array_equal(np.flatnonzero(sent), expected)
+    assert np.array_equal(bits(sent)[expected], bits(x)[expected])
+    assert not rest[expected].any()
+    kept = np.ones(x.size, bool)
+    kept[expected] = False
+    assert np.array_equal(bits(rest)[kept], bits(x)[kept])
+    assert stats[2] == expected.size
+    assert stats[3] == 0
+
+
+RELATIVE_ERROR = {ValueFormat.fp16: 2.0**-11, ValueFormat.bf16: 2.0**-8}
+
+
+@MODULES
+@usual
+@given(layers, shares, st.sampled_from([ValueFormat.fp16, ValueFormat.bf16, ValueFormat.int8]))
+def test_rounded_payload_and_remainder_are_x_to_a_float32_rounding(
+    kernels: ModuleType, layer: tuple[str, int, int], share: float, values: ValueFormat
+) -> None:
+    x = numbers(*layer)
+    k = int(np.ceil(share * x.size))
+    body, rest, stats = compress(kernels, x, k, values)
+    sent = decompress(kernels, body, x.size)
+    wide = x.astype(np.float64)
+    total = sent.astype(np.float64) + rest
+    assert np.all(np.abs(total - wide) <= 2.0**-24 * np.abs(wide))
+    chosen = sent_indices(x, k)
+    assert stats[2] == chosen.size
+    assert np.array_equal(bits(np.delete(rest, chosen)), bits(np.delete(x, chosen)))
+    if values in RELATIVE_ERROR:
+        representable = chosen[(np.abs(wide[chosen]) > 1e-4) & (np.abs(wide[chosen]) < 65504)]
+        bound = RELATIVE_ERROR[values] * np.abs(wide[representable])
+        assert np.all(np.abs(rest[representable]) <= bound)
+
+
+@MODULES
+@usual
+@given(st.lists(single_floats, max_size=40), st.integers(0, 50), st.sampled_from(ValueFormat))
+@example([1e-45, -1e-45, 3e-45], 2, ValueFormat.int8)
+@example([3.4028235e38, -3.4028235e38, 1.0], 3, ValueFormat.int8)
+@example([3.4028235e38, 65504.0, 65519.99, 65520.0, -1e30], 5, ValueFormat.fp16)
+@example([3.4028235e38, -3.3895314e38, 3.3961775e38], 3, ValueFormat.bf16)
+@example([6.1e-5, 6.0975552e-5, 5.9604645e-8, 2.9802322e-8, 2.98e-8, 1e-10], 6, ValueFormat.fp16)
+def test_any_finite_float_survives_in_payload_and_remainder(
+    kernels: ModuleType, x: list[float], k: int, values: ValueFormat
+) -> None:
+    x32 = np.array(x, dtype=np.float32)
+    body, rest, stats = compress(kernels, x32, k, values)
+    sent = decompress(kernels, body, x32.size)
+    total = sent.astype(np.float64) + rest
+    assert np.all(np.abs(total - x32) <= 2.0**-24 * np.abs(x32.astype(np.float64)))
+    assert np.isfinite(sent).all()
+    assert stats[2] == min(k, np.count_nonzero(x32))
+
+
+@pytest.mark.parametrize("numel", [10**6, 10**6 + 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_million_elements_of_any_kind(kind: str, numel: int) -> None:
+    x = numbers(kind, numel, 3)
+    body, rest, stats = compress(cpu, x, numel // 100, ValueFormat.fp32)
+    sent = decompress(cpu, body, numel)
+    expected = sent_indices(x, numel // 100)
+    assert np.array_equal(np.flatnonzero(sent), expected)
+    assert np.array_equal(sent + rest, x)
+    assert stats[2] == expected.size
+
+
+def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
+    x = numbers("normal", 1 << 17, 4)
+    # the groups that the sample looks at hold large numbers, the others do not
+    groups = x.reshape(-1, 32)
+    groups[::13, 0] *= 100
+    body, _, stats = compress(cpu, x, 1500, ValueFormat.fp32)
+    assert stats[2] == 1500
+    assert np.array_equal(np.flatnonzero(decompress(cpu, body, x.size)), sent_indices(x, 1500))
+
+
+@pytest.mark.parametrize("kind", ["equal", "rising", "one bin", "ternary"])
+def test_candidates_without_end_are_trimmed_on_the_way(kind: str) -> None:
+    x = numbers(kind, 300_000, 5)
+    work = cpu._work.arrays(5000)
+    *_, count = cpu._collect(x.ctypes.data, 0, x.size, 1, 10, work)
+    assert work[3][:count].tolist() == sent_indices(x, 10).tolist()
+
+
+# --- the two modules are one ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numel", LARGE)
+def test_the_bytes_are_the_same_for_large_layers(kind: str, numel: int) -> None:
+    x = numbers(kind, numel, 18)
+    for values in (ValueFormat.fp32, ValueFormat.int8):
+        results = [compress(kernels, x, numel // 50, values) for kernels in (cpu, reference)]
+        assert torch.equal(results[0][0], results[1][0])
+        assert np.array_equal(bits(results[0][1]), bits(results[1][1]))
+        np.testing.assert_allclose(results[0][2], results[1][2], rtol=1e-10)
+
+
+@usual
+@given(
+    st.lists(layers, max_size=6),
+    shares,
+    st.sampled_from(ValueFormat),
+    st.booleans(),
+    st.sampled_from([None, np.nan, np.inf, -np.inf]),
+    st.integers(0, 20),
+)
+def test_cpu_and_reference_give_the_same_bytes_and_remainders(
+    kinds: list[tuple[str, int, int]],
+    share: float,
+    values: ValueFormat,
+    with_grads: bool,
+    bad: float | None,
+    reserve: int,
+) -> None:
+    parts = [numbers(*kind) for kind in kinds]
+    grads = [torch.from_numpy(numbers("normal", part.size, 6)) for part in parts]
+    if bad is not None and parts and parts[-1].size:
+        (grads[-1].numpy() if with_grads else parts[-1])[parts[-1].size // 2] = bad
+    start = torch.from_numpy(np.concatenate([*parts, np.empty(0, np.float32)]))
+    results = []
+    for kernels in (cpu, reference):
+        x = start.clone()
+        body, stats = kernels.topk_compress_(
+            x,
+            offsets_of(parts),
+            counts_of(parts, share),
+            values,
+            grads if with_grads else None,
+            reserve,
+        )
+        results.append((body[reserve:], x, stats))
+    (body, x, stats), (expected_body, expected_x, expected_stats) = results
+    assert body.tolist() == expected_body.tolist()
+    assert np.array_equal(bits(x), bits(expected_x))
+    np.testing.assert_allclose(stats, expected_stats, rtol=1e-10)
+
+
+@usual
+@given(st.lists(layers, max_size=4), shares, st.sampled_from(ValueFormat), st.floats(-2, 2, width=32))
+def test_cpu_and_reference_add_the_same(
+    kinds: list[tuple[str, int, int]], share: float, values: ValueFormat, scale: float
+) -> None:
+    parts = [numbers(*kind) for kind in kinds]
+    x = torch.from_numpy(np.concatenate([*parts, np.empty(0, np.float32)]))
+    body, _ = cpu.topk_compress_(x, offsets_of(parts), counts_of(parts, share), values)
+    results = []
+    for kernels in (cpu, reference):
+        outs = [torch.from_numpy(numbers("normal", part.size, 7)) for part in parts]
+        kernels.sparse_decompress_add_(body, outs, scale, values)
+        results.append(np.concatenate([bits(out) for out in outs] + [np.empty(0, np.int32)]))
+    assert np.array_equal(*results)
+
+
+@MODULES
+def test_the_kernels_for_the_cpu_offer_what_the_reference_does(kernels: ModuleType) -> None:
+    assert for_device(torch.device("cpu")) is cpu
+    assert for_device(torch.device("meta")) is reference
+    for name in cpu.__all__:
+        assert callable(getattr(kernels, name))
+
+
+# --- buckets -------------------------------------------------------------------------------------
+
+
+@MODULES
+@FORMATS
+def test_layers_of_mixed_sizes_in_one_call_equal_one_call_each(
+    kernels: ModuleType, values: ValueFormat
+) -> None:
+    sizes = [0, 1, 5000, 0, 70_000, 2048, 31]
+    parts = [numbers("normal", size, size) for size in sizes]
+    x = torch.from_numpy(np.concatenate(parts))
+    body, stats = kernels.topk_compress_(x, offsets_of(parts), counts_of(parts, 0.02), values)
+    single = [
+        compress(kernels, part, int(k), values)
+        for part, k in zip(parts, counts_of(parts, 0.02), strict=True)
+    ]
+    assert body.tolist() == [byte for one in single for byte in one[0].tolist()]
+    assert np.array_equal(x.numpy(), np.concatenate([one[1] for one in single]))
+    assert np.array_equal(stats, np.stack([one[2] for one in single]))
+
+
+@MODULES
+def test_a_bucket_without_layers_is_an_empty_body(kernels: ModuleType) -> None:
+    body, stats = kernels.topk_compress_(
+        torch.zeros(0), np.array([0]), np.zeros(0, np.int64), ValueFormat.fp32, []
+    )
+    assert body.numel() == 0
+    assert stats.shape == (0, 4)
+    assert kernels.sparse_decompress_add_(body, [], 1.0).shape == (0,)
+
+
+@MODULES
+def test_gradients_of_any_shape_are_added_first(kernels: ModuleType) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0])
+    grads = [torch.full((2, 3), 10.0), torch.tensor(-8.0)]
+    outs = [torch.zeros(2, 3), torch.zeros(())]
+    body, _ = kernels.topk_compress_(x, np.array([0, 6, 7]), np.array([2, 0]), ValueFormat.fp32, grads)
+    kernels.sparse_decompress_add_(body, outs, 2.0)
+    assert outs[0].tolist() == [[0, 0, 0], [0, 30, 32]]
+    assert outs[1] == 0
+    assert x.tolist() == [11, 12, 13, 14, 0, 0, 1]
+
+
+@MODULES
+def test_elements_outside_the_offsets_are_left_alone(kernels: ModuleType) -> None:
+    x = torch.ones(10)
+    kernels.topk_compress_(x, np.array([3, 5]), np.array([2]), ValueFormat.fp32, [torch.ones(2)])
+    assert x.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 1]
+
+
+@MODULES
+@FORMATS
+def test_stats_are_the_energies_of_x_and_of_what_was_sent(
+    kernels: ModuleType, values: ValueFormat
+) -> None:
+    for kind in KINDS:
+        x, grad = numbers(kind, 7001, 8), numbers("normal", 7001, 9)
+        rest = torch.from_numpy(x.copy())
+        body, stats = kernels.topk_compress_(
+            rest, np.array([0, x.size]), np.array([70]), values, [torch.from_numpy(grad)]
+        )
+        total = (x + grad).astype(np.float64)
+        sent = decompress(kernels, body, x.size).astype(np.float64)
+        energies = [np.square(total).sum(), np.square(sent).sum()]
+        np.testing.assert_allclose(stats[0, :2], energies, rtol=1e-12)
+
+
+# --- NaN and Inf ---------------------------------------------------------------------------------
+
+
+@MODULES
+@pytest.mark.parametrize("numel", [1, 40, 3000, 70_000])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["gradient", "x", "overflow"])
+def test_a_layer_that_is_not_finite_keeps_its_x_bit_for_bit_and_sends_a_mark(
+    kernels: ModuleType, numel: int, bad: float, where: str
+) -> None:
+    parts = [numbers("normal", size, size) for size in (500, numel, 600)]
+    grads = [numbers("normal", part.size, 11) for part in parts]
+    if where == "overflow":
+        parts[1][-1] = grads[1][-1] = 3e38
+    else:
+        (grads if where == "gradient" else parts)[1][-1] = bad
+    x = torch.from_numpy(np.concatenate(parts))
+    before = x.clone()
+    offsets, counts = offsets_of(parts), np.array([5, max(1, numel // 100), 6])
+    body, stats = kernels.topk_compress_(
+        x, offsets, counts, ValueFormat.bf16, [torch.from_numpy(grad) for grad in grads]
+    )
+    assert np.array_equal(bits(x)[500 : 500 + numel], bits(before)[500 : 500 + numel])
+    assert stats[1].tolist() == [0, 0, 0, 1]
+    assert stats[[0, 2], 2].tolist() == [5, 6]
+
+    outs = [torch.zeros(part.size) for part in parts]
+    assert kernels.sparse_decompress_add_(body, outs, 0.5).tolist() == [0, 1, 0]
+    assert outs[1].isnan().all()
+    assert [int(out.count_nonzero()) for out in (outs[0], outs[2])] == [5, 6]
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+@MODULES
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": torch.zeros(4, dtype=torch.float64)}, "x is 1-D contiguous float32"),
+        ({"x": torch.zeros(8)[::2]}, "x is 1-D contiguous float32"),
+        ({"offsets": np.array([0, 2])}, "L \\+ 1 offsets"),
+        ({"offsets": np.array([0, 3, 5])}, "offsets must rise"),
+        ({"offsets": np.array([0, 3, 2])}, "offsets must rise"),
+        ({"offsets": np.array([-1, 3, 4])}, "offsets must rise"),
+        ({"counts": np.array([1, -1])}, "counts must be 0 or more"),
+        ({"grads": [torch.zeros(2)]}, "1 gradients for 2 layers"),
+        ({"grads": [torch.zeros(2), torch.zeros(3)]}, "gradient of layer 1 must be 2"),
+        ({"grads": [torch.zeros(2), torch.zeros(2).half()]}, "gradient of layer 1"),
+        ({"grads": [torch.zeros(4)[::2], torch.zeros(2)]}, "gradient of layer 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    kernels: ModuleType, arguments: dict[str, object], message: str
+) -> None:
+    usual_arguments = {
+        "x": torch.zeros(4),
+        "offsets": np.array([0, 2, 4]),
+        "counts": np.array([1, 1]),
+        "values": ValueFormat.fp32,
+    }
+    with pytest.raises(ValueError, match=message):
+        kernels.topk_compress_(**(usual_arguments | arguments))
+
+
+@MODULES
+def test_outputs_that_cannot_be_added_to_are_refused(kernels: ModuleType) -> None:
+    body = torch.zeros(1, dtype=torch.uint8)
+    for out in (torch.zeros(4).half(), torch.zeros(2, 3).t()):
+        with pytest.raises(ValueError, match="contiguous float32"):
+            kernels.sparse_decompress_add_(body, [out], 1.0)
+    with pytest.raises(ValueError, match="uint8"):
+        kernels.sparse_decompress_add_(torch.zeros(1), [torch.zeros(4)], 1.0)
+    with pytest.raises(ValueError, match="float32"):
+        kernels.spectrum(torch.zeros(4).double())
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def layer_bytes(count: int, values: ValueFormat, stream: bytes, data: bytes) -> bytes:
+    header = write_varint(count << 3 | values << 1)
+    return header + write_varint(len(stream)) + stream + data
+
+
+ONE = np.float32(1).tobytes()
+FP32 = ValueFormat.fp32
+
+
+def stream_of(text: str) -> bytes:
+    """Bits written in the order in which they are read, as bytes."""
+    text = text.replace(" ", "")
+    text += "0" * (-len(text) % 8)
+    return bytes(int(text[i : i + 8][::-1], 2) for i in range(0, len(text), 8))
+
+
+DAMAGED = {
+    "the bytes end before": [
+        b"",
+        b"\x80",
+        layer_bytes(1, FP32, stream_of("00000 1"), ONE[:3]),
+        layer_bytes(1, FP32, stream_of("00000"), ONE),
+        layer_bytes(3, FP32, stream_of("00000 1 1 0"), ONE * 3),
+        layer_bytes(1, FP32, b"", ONE),
+        write_varint(8) + write_varint(2**62) + b"1234567890",
+    ],
+    "a varint is longer": [b"\x88\x00", b"\x80" * 9 + b"\x01", b"\xff" * 12, b"\x08\x81\x00"],
+    "more values than": [
+        layer_bytes(11, FP32, bytes(4), ONE * 11),
+        write_varint(1 << 3 | 1) + b"\x01\x20" + ONE,
+        write_varint(2**59) + b"\x01\x20",
+    ],
+    "not in the expected format": [
+        layer_bytes(1, ValueFormat.fp16, stream_of("00000 1"), b"\x00\x3c"),
+        write_varint(ValueFormat.int8 << 1),
+    ],
+    "a Rice parameter": [layer_bytes(1, FP32, stream_of("10100 1 00000"), ONE)],
+    "a gap is longer": [
+        layer_bytes(1, FP32, stream_of("00000") + bytes(40), ONE),
+        layer_bytes(2, FP32, stream_of("00000 1") + bytes(30), ONE * 2),
+    ],
+    "an index is past the end": [
+        layer_bytes(1, FP32, stream_of("00000 00000 00000 1"), ONE),
+        layer_bytes(2, FP32, stream_of("00000 00000 00001 1"), ONE * 2),
+        layer_bytes(1, FP32, stream_of("11000 01 111"), ONE),
+    ],
+    "the index stream is not as long": [layer_bytes(1, FP32, stream_of("00000 1") + b"\x00", ONE)],
+    "the padding": [layer_bytes(1, FP32, stream_of("00000 1 01"), ONE)],
+    "a value or a scale": [
+        layer_bytes(1, FP32, stream_of("00000 1"), np.float32(np.nan).tobytes()),
+        layer_bytes(1, FP32, stream_of("00000 1"), np.float32(-np.inf).tobytes()),
+    ],
+    "bytes are left over": [b"\x00\x00", layer_bytes(1, FP32, stream_of("00000 1"), ONE + b"1")],
+}
+
+
+@MODULES
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damage_is_named_and_nothing_is_written(kernels: ModuleType, message: str) -> None:
+    for data in DAMAGED[message]:
+        out = torch.zeros(10)
+        body = torch.tensor(list(data), dtype=torch.uint8)
+        with pytest.raises(WireError, match=f"{message}.*layer 0 of 10 elements"):
+            kernels.sparse_decompress_add_(body, [out], 1.0, FP32)
+        assert not out.any() or message == "bytes are left over"
+
+
+@MODULES
+@pytest.mark.parametrize("how", [ValueFormat.fp16, ValueFormat.bf16, ValueFormat.int8])
+def test_values_that_no_encoder_sends_are_damage(kernels: ModuleType, how: ValueFormat) -> None:
+    data = {"fp16": b"\x00\x7c", "bf16": b"\xc0\x7f", "int8": b"\x00\x00\xc0\x7f\x01"}[how.name]
+    body = layer_bytes(1, how, stream_of("00000 1"), data)
+    with pytest.raises(WireError, match="a value or a scale is NaN or Inf"):
+        kernels.sparse_decompress_add_(
+            torch.tensor(list(body), dtype=torch.uint8), [torch.zeros(4)], 1.0
+        )
+
+
+@MODULES
+def test_layers_before_the_damaged_one_are_added_and_no_others(kernels: ModuleType) -> None:
+    good = layer_bytes(1, FP32, stream_of("00000 001"), ONE)
+    bad = layer_bytes(1, FP32, stream_of("00000 1"), ONE[:2])
+    outs = [torch.zeros(4), torch.zeros(4)]
+    with pytest.raises(WireError, match="layer 1 of 4"):
+        kernels.sparse_decompress_add_(torch.tensor(list(good + bad), dtype=torch.uint8), outs, 3.0)
+    assert outs[0].tolist() == [0, 0, 3, 0]
+    assert not outs[1].any()
+
+
+class Trap:
+    """Memory that ends at a page which nobody may read: one byte too far and the process dies."""
+
+    def __init__(self, pages: int) -> None:
+        self.size = pages * mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, self.size + mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        assert libc.mprotect(address + self.size, mmap.PAGESIZE, 0) == 0  # PROT_NONE
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.size)
+
+    def hold(self, data: npt.NDArray[np.uint8]) -> Tensor:
+        """``data`` as a tensor whose last byte is the last that may be read."""
+        place = self.bytes[self.size - data.size :]
+        place.numpy()[:] = data
+        return place
+
+
+class Guarded:
+    """Outputs with zones between them that no decoder may write to."""
+
+    ZONE = 64
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.all = torch.full((sum(sizes) + self.ZONE * (len(sizes) + 1),), 7.0)
+        self.zones = np.ones(self.all.numel(), bool)
+        self.outs = []
+        start = self.ZONE
+        for size in sizes:
+            self.outs.append(self.all[start : start + size])
+            self.zones[start : start + size] = False
+            start += size + self.ZONE
+
+    def intact(self) -> bool:
+        return bool((self.all.numpy()[self.zones] == 7.0).all())
+
+
+def bodies_to_damage(sizes: list[int]) -> list[npt.NDArray[np.uint8]]:
+    """Good bodies of all formats and several densities for the same layers."""
+    parts = [numbers("normal", size, 12) for size in sizes]
+    bodies = []
+    for values in ValueFormat:
+        for share in (0.002, 0.05, 0.7):
+            x = torch.from_numpy(np.concatenate(parts))
+            body, _ = cpu.topk_compress_(x, offsets_of(parts), counts_of(parts, share), values)
+            bodies.append(body.numpy())
+    return bodies
+
+
+def damage(body: npt.NDArray[np.uint8], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Flip a bit, set bytes, cut, insert or repeat; headers are hit more often than values."""
+    body = body.copy()
+    where = int(body.size * rng.random() ** 2)
+    match int(rng.integers(6)):
+        case 0:
+            body[where] ^= 1 << int(rng.integers(8))
+        case 1:
+            body[where : where + int(rng.integers(1, 12))] = rng.integers(256)
+        case 2:
+            body = body[:where]
+        case 3:
+            body = np.insert(body, where, rng.integers(256))
+        case 4:
+            body = np.delete(body, where)
+        case _:
+            body[where:] = np.roll(body[where:], int(rng.integers(1, 9)))
+    return body
+
+
+SIZES_TO_DAMAGE = [300, 0, 1, 4000]
+
+
+def test_a_hundred_thousand_damaged_bodies_neither_crash_nor_write_out_of_bounds() -> None:
+    rng = np.random.default_rng(13)
+    bodies = bodies_to_damage(SIZES_TO_DAMAGE)
+    trap, guarded = Trap(pages=8), Guarded(SIZES_TO_DAMAGE)
+    found = 0
+    for i in range(100_000):
+        body = trap.hold(damage(bodies[i % len(bodies)], rng))
+        try:
+            cpu.sparse_decompress_add_(body, guarded.outs, 1.0)
+        except WireError:
+            found += 1
+        if i % 1000 == 0:
+            assert guarded.intact()
+    assert guarded.intact()
+    assert found > 50_000  # the rest hit values, or changed nothing
+
+
+def test_random_bytes_neither_crash_nor_write_out_of_bounds() -> None:
+    rng = np.random.default_rng(14)
+    trap, guarded = Trap(pages=1), Guarded(SIZES_TO_DAMAGE)
+    for _ in range(20_000):
+        data = rng.integers(256, size=int(rng.integers(1, 60)), dtype=np.uint8)
+        data[0] &= 0x7E  # a small count, so that decoding gets to the streams
+        with contextlib.suppress(WireError):
+            cpu.sparse_decompress_add_(trap.hold(data), guarded.outs, 1.0)
+    assert guarded.intact()
+
+
+def outcome(kernels: ModuleType, body: Tensor) -> tuple[str, list[list[int]]]:
+    outs = [torch.zeros(size) for size in SIZES_TO_DAMAGE]
+    try:
+        message = str(kernels.sparse_decompress_add_(body, outs, 1.0))
+    except WireError as error:
+        message = str(error)
+    return message, [bits(out).tolist() for out in outs]
+
+
+def test_cpu_and_reference_find_the_same_damage() -> None:
+    rng = np.random.default_rng(15)
+    bodies = bodies_to_damage(SIZES_TO_DAMAGE)
+    for i in range(1500):
+        body = torch.from_numpy(damage(bodies[i % len(bodies)], rng))
+        assert outcome(cpu, body) == outcome(reference, body)
+
+
+# --- the spectrum --------------------------------------------------------------------------------
+
+
+@MODULES
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_spectrum_counts_exponent_and_seven_bits(kernels: ModuleType, kind: str) -> None:
+    x = numbers(kind, 70_001, 16)
+    expected = np.bincount((bits(x) & 0x7FFFFFFF) >> 16, minlength=1 << 15)
+    assert np.array_equal(kernels.spectrum(torch.from_numpy(x)), expected)
+
+
+@MODULES
+def test_spectra_are_counted_in_the_same_pass_and_leave_out_what_is_not_finite(
+    kernels: ModuleType,
+) -> None:
+    x = torch.cat([torch.randn(5000), torch.full((10,), float("nan")), torch.randn(3)])
+    grads = [torch.randn(5000), torch.ones(10), torch.zeros(3)]
+    offsets, counts = np.array([0, 5000, 5010, 5013]), np.array([50, 5, 3])
+    before = np.ones((3, reference.BINS), np.int64)
+    spectra, first = before.copy(), x[:5000] + grads[0]
+    expected = [reference.spectrum(first), np.zeros(reference.BINS), reference.spectrum(x[5010:])]
+    kernels.topk_compress_(x, offsets, counts, ValueFormat.bf16, grads, spectra=spectra)
+    assert np.array_equal(spectra - before, np.stack(expected))
+
+
+@MODULES
+def test_spectra_of_another_shape_are_refused(kernels: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"int64 array of shape \(1, 32768\)"):
+        kernels.topk_compress_(
+            torch.ones(4),
+            np.array([0, 4]),
+            np.array([1]),
+            ValueFormat.bf16,
+            spectra=np.zeros((2, reference.BINS), np.int64),
+        )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "denormal"])
+@pytest.mark.parametrize("numel", [1, 1000, 200_000])
+def test_errors_from_one_spectrum_are_within_one_percent_of_compressing(kind: str, numel: int) -> None:
+    x = numbers(kind, numel, 17)
+    energy = float(np.square(x.astype(np.float64)).sum())
+    shares = [0, 1e-9, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.9, 1]
+    counts = np.array([int(np.ceil(share * numel)) for share in shares])
+    hist = cpu.spectrum(torch.from_numpy(x))
+    estimated = cpu.errors_from_spectrum(hist, energy, numel, counts)
+    for k, estimate in zip(counts, estimated, strict=True):
+        _, rest, _ = compress(cpu, x, int(k), ValueFormat.fp32)
+        truth = float(np.square(rest.astype(np.float64)).sum())
+        assert estimate == pytest.approx(truth, rel=0.01, abs=1e-300)
+
+
+def test_errors_of_a_tensor_that_is_not_finite_are_nan() -> None:
+    x = torch.tensor([1.0, float("inf")])
+    errors = cpu.errors_from_spectrum(cpu.spectrum(x), float("inf"), 2, np.array([0, 1, 2]))
+    assert np.isnan(errors).all()
+
+
+def test_a_histogram_of_another_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="counts 5 elements"):
+        cpu.errors_from_spectrum(cpu.spectrum(torch.ones(4)), 4.0, 5, np.array([1]))
+
+
+@pytest.mark.parametrize("module", [reference, wire], ids=["reference", "wire"])
+def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+# --- compiling -----------------------------------------------------------------------------------
+
+
+def test_warm_says_how_long_it_took() -> None:
+    command = [sys.executable, "-m", "hvd_adaptive.kernels.warm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "kernels ready after" in done.stdout
+
+
+def test_the_benchmark_runs() -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "benchmarks" / "kernels.py"), "--quick", "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "x memcpy" in done.stdout

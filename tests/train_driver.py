@@ -1,0 +1,53 @@
+"""Runs several command lines of launch/train.py in one launch: starting ranks costs more than they do.
+
+    horovodrun -np 2 python tests/train_driver.py COMMANDS.json RESULTS
+
+COMMANDS.json holds a list of `{"name": ..., "arguments": [...]}`; `"copy": [from, to, step]` copies a
+checkpoint before. Each rank writes its exit statuses and outputs to RESULTS-<rank>.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
+
+import horovod.torch as hvd
+
+import train
+
+
+def copy_checkpoint(source: str, target: str, step: int) -> None:
+    if hvd.rank() == 0:
+        Path(target).mkdir(parents=True)
+        for file in Path(source).glob(f"step-{step:09d}*.pt"):
+            shutil.copy(file, target)
+    hvd.barrier()
+
+
+def run(command: dict[str, Any]) -> dict[str, Any]:
+    hvd.init()
+    if "copy" in command:
+        copy_checkpoint(*command["copy"])
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            status = train.main(command["arguments"])
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return {"name": command["name"], "status": status, "output": output.getvalue()}
+
+
+def main() -> None:
+    commands = json.loads(Path(sys.argv[1]).read_text())
+    results = [run(command) for command in commands]
+    Path(f"{sys.argv[2]}-{hvd.rank()}.json").write_text(json.dumps(results))
+
+
+main()
