@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import report
 import torch
 from torch import Tensor, nn
+
+import report
 
 STEP_BAR = 1.03
 SHARE_BAR = 0.05
@@ -148,7 +149,7 @@ class LoneControl:
 
 
 def measure_calls(compression: str, repeats: int = 60) -> dict[str, float]:
-    """Fit ``seconds = a + b * layers + c * buckets`` over layouts; microseconds a layer and a bucket."""
+    """Fit ``seconds = a + b * layers + c * buckets`` over layouts; gives microseconds."""
     layouts = [(layers, buckets) for layers in (75, 150, 300) for buckets in (1, 5, 25)]
     rows = [(1.0, float(layers), float(buckets)) for layers, buckets in layouts]
     seconds = [_overhead(compression, layers, buckets, repeats) for layers, buckets in layouts]

@@ -1,6 +1,6 @@
 """The figures in README.md, from the JSON files under results/.
 
-    python benchmarks/readme.py            # rewrites README's section of results
+python benchmarks/readme.py            # rewrites README's section of results
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def kernels() -> str:
     ]
     small = figures["small_layers_us"]
     return (
-        f"Top-k of {figures['numel']:,} float32 on one thread: add the gradient, select, encode, keep the "
-        f"remainder. {source('kernels', figures)}\n\n{table(heading, rows)}\n\n"
+        f"Top-k of {figures['numel']:,} float32 on one thread: add the gradient, select, encode, "
+        f"keep the remainder. {source('kernels', figures)}\n\n{table(heading, rows)}\n\n"
         f"A layer of 4,096 elements takes {small['compress']:.1f} µs in a bucket of 300 "
         f"(`torch.topk` and what belongs to it: {small['torch']:.0f} µs)."
     )
@@ -91,8 +91,8 @@ def overhead() -> str:
         for name, cost in calls.items()
     )
     return (
-        f"The step where compression cannot help: {steps['ranks']} ranks on one machine, without a network, "
-        f"in turn. {source('overhead', figures)}\n\n{table(heading, rows)}\n\n"
+        f"The step where compression cannot help: {steps['ranks']} ranks on one machine, without a "
+        f"network, in turn. {source('overhead', figures)}\n\n{table(heading, rows)}\n\n"
         f"Our own cost (hooks, buckets, kernels' calls): {costs}."
     )
 
@@ -104,7 +104,7 @@ def render() -> str:
 
 def section(text: str) -> str:
     """README's section of results, as it is."""
-    return BEGIN + text.split(BEGIN)[1].split(END)[0] + END
+    return BEGIN + text.split(BEGIN, 1)[1].split(END, 1)[0] + END
 
 
 def main() -> int:

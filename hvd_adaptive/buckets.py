@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 ALONE_BYTES = 4 << 20
 
 
+_CPU = torch.device("cpu")
+
+
 class Collective(Enum):
     """How the payloads of one bucket meet."""
 
@@ -52,7 +55,7 @@ class Layer:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @property
     def numel(self) -> int:

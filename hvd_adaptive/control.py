@@ -80,7 +80,8 @@ class Control:
             for rank, other in enumerate(self.allgather(mine)):
                 if error is None and "error" in other:
                     raise ValueError(f"{what}: rank {rank} failed: {other['error']['']}")
-                if error is None and other != mine:
+                # dicts are equal in any order, but buckets are built in this one
+                if error is None and list(other["digest"].items()) != list(mine["digest"].items()):
                     raise ValueError(f"{what}: {_difference(rank, mine, other)}")
         if error is not None:
             raise error
@@ -88,9 +89,7 @@ class Control:
         return built
 
 
-def _difference(
-    rank: int, mine: dict[str, dict[str, str]], other: dict[str, dict[str, str]]
-) -> str:
+def _difference(rank: int, mine: dict[str, dict[str, str]], other: dict[str, dict[str, str]]) -> str:
     """Name the first item in which another rank differs from this one."""
     here, there = mine["digest"], other["digest"]
     for key in [*here, *(key for key in there if key not in here)]:

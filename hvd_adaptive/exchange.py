@@ -76,6 +76,7 @@ class Exchange:
         self._inflight: deque[_Flight] = deque()
         self._feedback: dict[int, Feedback] = {}
         self._staged: dict[int, _Staging] = {}
+        self._vote: Handle | None = None
 
     def attach(self, buckets: Sequence[Bucket], feedback: dict[int, Feedback]) -> None:
         """Use these buckets from now on; ``feedback`` by bucket index."""
@@ -100,9 +101,7 @@ class Exchange:
         started = perf_counter()
         steps = _WAYS[bucket.collective](self, bucket, grads)
         request = next(steps)
-        self._meter.bucket(
-            bucket.index, compress=perf_counter() - started, dense=bucket.dense_bytes
-        )
+        self._meter.bucket(bucket.index, compress=perf_counter() - started, dense=bucket.dense_bytes)
         self._submit(bucket, steps, request, round_=0)
 
     def finish(self) -> None:
@@ -130,10 +129,27 @@ class Exchange:
     def abandon(self) -> None:
         """Forget what is under way, after Horovod reported that a rank has gone."""
         self._inflight.clear()
+        self._vote = None
+
+    def share(self, reduced: Tensor) -> Tensor:
+        """What each rank must send so that the reduction over all of them gives ``reduced``."""
+        return reduced / (self._transport.size * self._transport.scale)
+
+    def vote(self, yes: bool) -> None:
+        """Ask all ranks a question; :meth:`voted` tells later whether any of them said yes."""
+        ballot = torch.tensor([float(yes)])
+        self._vote = self._transport.submit(Request("allreduce", ballot), f"{self._prefix}.vote")
+
+    def voted(self) -> bool:
+        """The outcome of the last :meth:`vote`, the same on all ranks; False where there was none."""
+        if self._vote is None:
+            return False
+        outcome = self._transport.wait(self._vote)
+        self._vote = None
+        return bool(outcome > 0)
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
-        name = f"{self._prefix}.{bucket.index}.{round_}"
-        handle = self._transport.submit(request, name)
+        handle = self._transport.submit(request, f"{self._prefix}.{bucket.index}.{round_}")
         self._meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
         self._inflight.append(_Flight(bucket, steps, request, handle, round_, perf_counter()))
 

@@ -133,9 +133,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         )
         return choice, options, named
 
-    choice, options, named = control.agree(
-        "DistributedOptimizer", check, lambda built: _digest(*built, op), alone=not active
-    )
+    def digest(built: tuple[Choice, Options, list[tuple[str, Parameter]]]) -> dict[str, str]:
+        return {
+            "op": str(op),
+            "gradient_predivide_factor": str(gradient_predivide_factor),
+            **_digest(*built),
+        }
+
+    choice, options, named = control.agree("DistributedOptimizer", check, digest, alone=not active)
     if op == hvd.Adasum and hvd.size() > 1:
         stock: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
@@ -147,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         return stock
     ranks = process_set.size() if active else 1
     meter = Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
-    meter.configuration(_configuration(_digest(choice, options, named, op), ranks))
+    meter.configuration(_configuration(digest((choice, options, named)), ranks))
     transport = Transport(op, process_set, gradient_predivide_factor)
     exchange = Exchange(transport, meter, f"hva.{number}")
     reducer = Reducer(named, choice, options, control, exchange, active)
@@ -357,7 +362,7 @@ def _named(
             for i, group in enumerate(groups)
             for j, parameter in enumerate(group)
         ]
-    rows = list(named_parameters)
+    rows: list[Any] = list(named_parameters)
     if not all(isinstance(row, tuple) and len(row) == 2 for row in rows):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually "
@@ -399,10 +404,7 @@ def _group_names(
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(member) for member in members}) < len(members):
         raise ValueError("A parameter can only appear once in groups.")
-    return tuple(
-        tuple(names[member] for member in group if member in names)
-        for group in groups
-    )
+    return tuple(tuple(names[member] for member in group if member in names) for group in groups)
 
 
 def _from_horovod(compression: Any) -> Spec:
@@ -420,15 +422,12 @@ def _is_plain(choice: Choice, warmup_steps: int) -> bool:
     return all(isinstance(each, NoCompression) for each in compressors) and warmup_steps == 0
 
 
-def _digest(
-    choice: Choice, options: Options, named: Sequence[tuple[str, Parameter]], op: int
-) -> dict[str, str]:
+def _digest(choice: Choice, options: Options, named: Sequence[tuple[str, Parameter]]) -> dict[str, str]:
     """What must be equal on all ranks, by what a message should call it."""
     digest = {
         "compression": format_spec(choice.compressor),
         "overrides": ", ".join(f"{key}={format_spec(spec)}" for key, spec in choice.overrides),
         "feedback": str(choice.feedback),
-        "op": str(op),
     }
     digest.update({key: str(value) for key, value in vars(options).items()})
     for name, parameter in named:

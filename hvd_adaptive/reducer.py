@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from hvd_adaptive.planning import Plan
 from hvd_adaptive.routing import Choice, make_plan
 
 STATE_FORMAT = 1
+
+_NO_BUCKET = -1
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,13 @@ class Reducer:
         self._order: list[str] = []
         self._sparse: frozenset[str] = frozenset()
         self._densified: dict[int, Tensor] = {}
+        # layers that were frozen since the last step and took part in this one with zeros
+        self._frozen: list[int] = []
         # residuals of layers that no feedback rule keeps any more: sent with the next gradient
         self._carry: dict[str, Tensor] = {}
         self._buckets: tuple[Bucket, ...] | None = None
         self._bucket_of: list[int] = []
+        self._added = False
         self._waiting: list[int] = []
         self._next = 0
         self._laid_out_for = 0
@@ -114,7 +120,8 @@ class Reducer:
         self._hooks.append(None)
         self._trained.append(False)
         self._remaining.append(self.passes)
-        self._buckets = None
+        self._bucket_of.append(_NO_BUCKET)
+        self._added = True
         self._watch(len(self._params) - 1)
 
     def close(self) -> None:
@@ -163,6 +170,8 @@ class Reducer:
             self._arrivals.append(index)
             return
         position = self._bucket_of[index]
+        if position == _NO_BUCKET:
+            return
         self._waiting[position] -= 1
         if position == self._next:
             self._launch_complete(self._buckets)
@@ -171,9 +180,13 @@ class Reducer:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
         self.touched = True
         changed = [self._watch(index) for index in range(len(self._params))]
-        # an elastic run may have gained or lost ranks
-        if any(changed) or self._control.size != self._laid_out_for:
+        if self._control.size != self._laid_out_for:
+            # the first step, or an elastic run that has gained or lost ranks
             self._buckets = None
+        else:
+            # A rank that lays out anew alone would wait for the others for ever, and they for it: so
+            # all of them go on as before, and hear at the end of this step that one has changed.
+            self._exchange.vote(self._added or any(changed))
 
     # --- launching --------------------------------------------------------------------------------
 
@@ -201,6 +214,8 @@ class Reducer:
         grad = parameter.grad
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter)
+            if not self._trained[index]:
+                self._frozen.append(index)
         elif grad.layout != torch.strided:
             grad = self._densified[index] = grad.to_dense()
         return grad
@@ -233,23 +248,56 @@ class Reducer:
         try:
             if self._buckets is None:
                 self._agree()
-            assert self._buckets is not None
-            for bucket in self._buckets[self._next :]:
-                self._launch(bucket)
-            self._exchange.finish()
+                self._lay_out(self._order)
+                self._complete()
+            else:
+                self._complete()
+                if self._exchange.voted():
+                    self._adapt()
         except HorovodInternalError:
+            self._exchange.abandon()
             self.reset()
-            self._buckets = None
+            self._laid_out_for = 0
             raise
         self._restore_layouts()
         self.rounds += 1
         self._rearm()
         if self.rounds == self._options.warmup_steps:
-            self._lay_out()
+            self._lay_out(self._order)
+
+    def _complete(self) -> None:
+        """Launch what has not been launched, and wait for everything."""
+        assert self._buckets is not None
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        self._next = 0
+        self._exchange.finish()
+
+    def _adapt(self) -> None:
+        """Some rank trains other parameters than before: agree, and reduce those that are new."""
+        before = set(self._order)
+        self._agree()
+        self._take_back_frozen()
+        new = [name for name in self._order if name not in before]
+        if new:
+            self._lay_out(new)
+            self._complete()
+        self._lay_out(self._order)
+
+    def _take_back_frozen(self) -> None:
+        """Layers frozen since the last step have sent what was kept of them: keep it again."""
+        kept = self.residuals()
+        for index in self._frozen:
+            parameter = self._params[index]
+            if self._names[index] in kept and parameter.grad is not None:
+                sent = self._exchange.share(parameter.grad.detach().float().reshape(-1))
+                kept[self._names[index]].add_(sent)
+            parameter.grad = None
 
     def reset(self) -> None:
-        """Forget the running step."""
-        self._exchange.abandon()
+        """Forget the running step; what was launched in it is completed first."""
+        self._exchange.finish()
+        self._exchange.voted()
         self._densified.clear()
         self._rearm()
 
@@ -257,6 +305,7 @@ class Reducer:
         self.touched = False
         self._next = 0
         self._arrivals.clear()
+        self._frozen.clear()
         self._remaining = [self.passes] * len(self._params)
         self._waiting = [len(bucket.layers) for bucket in self._buckets or ()]
 
@@ -282,7 +331,11 @@ class Reducer:
         ]
 
     def _agree(self) -> None:
-        """Learn the order of arrival and the sparse layers from all ranks, then lay out buckets."""
+        """Learn from all ranks which layers are trained, in which order, and which are sparse.
+
+        Raises:
+            ValueError: ranks train different layers.
+        """
         names = [layer.name for layer in self._layers()]
         mine = {
             "rounds": self.rounds,
@@ -307,7 +360,7 @@ class Reducer:
         known.update(dict.fromkeys(reversed(names)))
         self._order = [name for name in known if name in set(names)]
         self._sparse = frozenset(name for other in everyone for name in other["sparse"])
-        self._lay_out()
+        self._added = False
 
     def _seen_sparse(self) -> set[str]:
         return {
@@ -316,11 +369,11 @@ class Reducer:
             if parameter.grad is not None and parameter.grad.layout == torch.sparse_coo
         }
 
-    def _lay_out(self) -> None:
-        """Build the buckets anew; what is kept of each layer moves with it."""
+    def _lay_out(self, names: Sequence[str]) -> None:
+        """Build buckets of the named layers; what is kept of each layer moves with it."""
         kept = self.residuals()
         by_name = {layer.name: layer for layer in self._layers()}
-        layers = [by_name[name] for name in self._order]
+        layers = [by_name[name] for name in names]
         choice = self._choice
         if self.rounds < self._options.warmup_steps:
             choice = Choice(NoCompression())
@@ -329,6 +382,7 @@ class Reducer:
         self._buckets = build_buckets(
             layers, routes, self._options.bucket_cap_bytes, self._groups(list(by_name))
         )
+        self._next = 0
         for name, rule in self._rules.items():
             rule.attach([bucket for bucket in self._buckets if bucket.feedback == name], kept)
         self._carry = kept
@@ -336,12 +390,13 @@ class Reducer:
             self._buckets, {bucket.index: self._rules[bucket.feedback] for bucket in self._buckets}
         )
         self._laid_out_for = self._control.size
-        self._bucket_of = [-1] * len(self._params)
+        self._bucket_of = [_NO_BUCKET] * len(self._params)
         for bucket in self._buckets:
             for layer in bucket.layers:
                 self._bucket_of[layer.index] = bucket.index
         self._waiting = [len(bucket.layers) for bucket in self._buckets]
-        self.plan = make_plan(list(by_name.values()), routes, self.plan.version + 1, self.rounds)
+        in_order = [layer for name, layer in by_name.items() if name in routes]
+        self.plan = make_plan(in_order, routes, self.plan.version + 1, self.rounds)
 
     def _groups(self, names: Sequence[str]) -> Sequence[Sequence[str]]:
         groups = self._options.groups
@@ -351,7 +406,7 @@ class Reducer:
             return ()
         size, extra = divmod(len(names), groups)
         cuts = [number * size + min(number, extra) for number in range(groups + 1)]
-        return [names[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        return [names[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -391,7 +446,7 @@ class Reducer:
             rule.attach([], {})
         self._carry = residuals
         if self._buckets is not None:
-            self._lay_out()
+            self._lay_out(self._order)
 
     def _checked_residuals(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         if state.get("format") != STATE_FORMAT:

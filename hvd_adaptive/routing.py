@@ -108,13 +108,9 @@ def wire_dtype(compressor: Compressor, layer: Layer) -> torch.dtype | None:
     return layer.dtype if layer.dtype in _SUMMABLE else torch.float32
 
 
-def make_plan(
-    layers: Sequence[Layer], routes: Mapping[str, Route], version: int, step: int
-) -> Plan:
+def make_plan(layers: Sequence[Layer], routes: Mapping[str, Route], version: int, step: int) -> Plan:
     """The routes as a plan."""
-    return Plan(
-        tuple(_row(layer, routes[layer.name]) for layer in layers), version=version, step=step
-    )
+    return Plan(tuple(_row(layer, routes[layer.name]) for layer in layers), version=version, step=step)
 
 
 def _row(layer: Layer, route: Route) -> LayerPlan:

@@ -309,7 +309,7 @@ class Meter:
         telemetry: anything that `Telemetry.parse` accepts.
         rank: this process's rank; only rank 0 opens files.
         dense_traffic: bytes that dense gradients would put on this rank's link, for each of their
-            bytes; 2 (N - 1) / N under a ring allreduce over N ranks. What `ratio_traffic` compares with.
+            bytes; 2 (N - 1) / N under a ring allreduce over N ranks. `ratio_traffic` compares with it.
         clock: seconds, monotonic.
         sinks: used in place of the sinks that `telemetry` describes, on any rank.
 

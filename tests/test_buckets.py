@@ -31,7 +31,9 @@ def test_every_layer_is_in_exactly_one_bucket(sides: list[int], cap: float, spec
     layers = layers_of(*[(side, 100) for side in sides])
     routes = choice(spec).routes(layers, frozenset())
     buckets = build_buckets(layers, routes, cap)
-    assert sorted(layer.index for bucket in buckets for layer in bucket.layers) == list(range(len(layers)))
+    assert sorted(layer.index for bucket in buckets for layer in bucket.layers) == list(
+        range(len(layers))
+    )
     for bucket in buckets:
         assert {routes[layer.name].collective for layer in bucket.layers} == {bucket.collective}
         covered = [i for part in bucket.parts for i in range(part.start, part.stop)]

@@ -621,7 +621,9 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(
             start_new_session=True,
         )  # fmt: skip
     try:
-        wait_for(lambda: "step 2/" in log.read_text(), 60, log)
+        # Kernels may have to be compiled first.
+        wait_for(lambda: process.poll() or "step 2/" in log.read_text(), 180, log)
+        assert process.poll() is None, log.read_text()
         ranks = ranks_below(process.pid)
         assert sorted(ranks) == [0, 1]
         if target == "terminal":

@@ -48,10 +48,10 @@ def parse(spec: str | Compressor | type[Compressor]) -> Compressor:
     Example:
         >>> parse("topk:density=0.05,values=int8")
         TopK(density=0.05, values='int8')
-        >>> parse("topk:densty=0.05")
+        >>> parse("topk:kind=exact")
         Traceback (most recent call last):
         ...
-        ValueError: topk has no option 'densty' (did you mean 'density'?): its options are density, values
+        ValueError: topk has no option 'kind': its options are density, values
     """
     if isinstance(spec, Compressor):
         return spec

@@ -55,8 +55,7 @@ class TopK(GatheredCompressor):
             )
         if self.values not in wire.ValueFormat.__members__:
             raise ValueError(
-                f"topk: values={self.values!r} is not one of "
-                f"{', '.join(wire.ValueFormat.__members__)}"
+                f"topk: values={self.values!r} is not one of {', '.join(wire.ValueFormat.__members__)}"
             )
 
     @property
@@ -87,10 +86,7 @@ class TopK(GatheredCompressor):
         """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
         sizes = np.diff(offsets)
         counts = np.array(
-            [
-                wire.count_of(int(numel), density)
-                for numel, density in zip(sizes, levels, strict=True)
-            ],
+            [wire.count_of(int(numel), density) for numel, density in zip(sizes, levels, strict=True)],
             dtype=np.int64,
         )
         body, stats = kernels.for_device(x.device).topk_compress_(
@@ -102,9 +98,7 @@ class TopK(GatheredCompressor):
         self, body: Tensor, outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.bool_]:
         """Scatter-add; every index and length is checked first."""
-        marks = kernels.for_device(body.device).sparse_decompress_add_(
-            body, outs, scale, self.format
-        )
+        marks = kernels.for_device(body.device).sparse_decompress_add_(body, outs, scale, self.format)
         return marks.astype(np.bool_)
 
     def errors(self, x: Tensor, levels: Sequence[Level]) -> Float64s:

@@ -178,3 +178,29 @@ def test_a_planner_is_refused_until_there_is_one() -> None:
     with pytest.raises(ValueError, match="planner"):
         ours(sgd(model.parameters()), planner="lgreco")
     still_works()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("compression", ["none", "topk:density=0.1"])
+@pytest.mark.parametrize("freeze", [True, False], ids=["freezes", "unfreezes"])
+def test_a_rank_that_alone_freezes_or_unfreezes_a_parameter_is_an_error_everywhere(
+    compression: str, freeze: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+    model[0].weight.requires_grad_(freeze)
+    optimizer = ours(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        bucket_cap_mb=0.001,
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 40)).sum().backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        model[0].weight.requires_grad_(not freeze)
+    optimizer.zero_grad()
+    model(torch.ones(3, 40)).sum().backward()
+    with pytest.raises(ValueError, match="trains other parameters"):
+        optimizer.step()
