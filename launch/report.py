@@ -72,6 +72,7 @@ class Costs:
     decompress: float = math.nan
     payload_bytes: float = math.nan
     traffic_bytes: float = math.nan
+    ratio_traffic: float = math.nan
 
     @property
     def compute(self) -> float:
@@ -106,8 +107,8 @@ def table(
         ("  + communicate (waiting)", _share(costs.communicate, costs.total)),
         ("  + decompress", _share(costs.decompress, costs.total)),
         ("gradients, dense", f"{dense_bytes:,} bytes a step and rank"),
-        ("  payload sent", _ratio(costs.payload_bytes, dense_bytes)),
-        ("  traffic of the collectives", _ratio(costs.traffic_bytes, dense_bytes)),
+        ("  payload sent", _smaller(costs.payload_bytes, dense_bytes / (costs.payload_bytes or 1))),
+        ("  traffic on this link", _smaller(costs.traffic_bytes, costs.ratio_traffic)),
         ("train loss, last", _number(train_loss, "{:.4f}")),
         ("held-out loss", f"{score.loss:.4f}"),
         ("held-out accuracy", f"{score.accuracy:.2%} of {score.examples:,} examples"),
@@ -127,7 +128,7 @@ def _share(seconds: float, total: float) -> str:
     return _number(seconds * 1e3, "{:9.3f} ms" + f" {seconds / total:7.1%}")
 
 
-def _ratio(sent: float, dense: float) -> str:
+def _smaller(sent: float, ratio: float) -> str:
     if math.isnan(sent):
         return "not measured"
-    return f"{sent:,.0f} bytes a step and rank, {dense / sent:.1f}x smaller" if sent else "0 bytes"
+    return f"{sent:,.0f} bytes a step and rank, {ratio:.1f}x smaller" if sent else "0 bytes"

@@ -124,6 +124,52 @@ show_help() {
     fi
 }
 
+# Called by traps only, which shellcheck does not see.
+# shellcheck disable=SC2317
+children() { cat "/proc/$1/task/"*/children 2>/dev/null || true; }
+
+# shellcheck disable=SC2317
+descendants() {
+    local child
+    for child in $(children "$1"); do
+        say "$child"
+        descendants "$child"
+    done
+}
+
+# tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
+# tells the others (see train.py --help), so that all of them end together.
+# shellcheck disable=SC2317
+tell_ranks() {
+    local process rank told=
+    for process in $(descendants "$job"); do
+        [[ $(cat "/proc/$process/comm" 2>/dev/null) =~ ^(mpirun|orterun|mpiexec)$ ]] || continue
+        for rank in $(children "$process"); do
+            [[ $(cat "/proc/$rank/comm" 2>/dev/null) == python* ]] || continue
+            kill -s "$1" "$rank" && told=yes
+        done
+        [[ -n $told ]] || kill -s "$1" "$process"
+    done
+}
+
+# Not by exec: SIGTERM and SIGUSR1, as batch systems send them, would end horovodrun alone, and its ranks would
+# train on. Ctrl-C goes to all of them, as it would without this script.
+run_to_the_end() {
+    local status=0
+    set -m # a process group of its own; without it the job would be deaf to Ctrl-C
+    "$@" &
+    job=$!
+    trap 'tell_ranks TERM' TERM
+    trap 'tell_ranks USR1' USR1
+    trap 'kill -s INT -- "-$job"' INT
+    # A signal ends the wait, not the job.
+    while kill -0 "$job" 2>/dev/null; do
+        status=0
+        wait "$job" || status=$?
+    done
+    exit "$status"
+}
+
 main() {
     parse_arguments "$@"
     find_environment
@@ -152,7 +198,7 @@ main() {
     shown+=$(printf '%q ' ${assignments[@]+"${assignments[@]}"} "${command[@]}")
     say "${shown% }"
     [[ -z $dry_run ]] || exit 0
-    exec "${command[@]}"
+    run_to_the_end "${command[@]}"
 }
 
 main "$@"

@@ -320,7 +320,8 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 def save(run: Run, position: Position, clock: StepClock) -> Position:
     if run.checkpoints is not None:
-        path = run.checkpoints.save(position)
+        with run.meter.paused():
+            path = run.checkpoints.save(position)
         run.progress.say(f"step {position.step}: saved {path}")
     clock.restart()
     return position
@@ -349,7 +350,8 @@ def log(run: Run, step: int, rate: float, losses: list[float], clock: StepClock)
 
 def evaluate_between(run: Run, step: int, clock: StepClock) -> None:
     """An evaluation amid the training; a vote to stop is left to the training loop."""
-    score = evaluate(run.model, run.task, run.options.eval_examples, run.vote)
+    with run.meter.paused():
+        score = evaluate(run.model, run.task, run.options.eval_examples, run.vote)
     if score is not None:
         run.progress.say(f"step {step}: held out: {score}")
         report_score(run.meter, score, step)

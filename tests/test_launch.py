@@ -6,9 +6,11 @@ Whatever needs a finished environment asks setup.sh --check first: no test insta
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -306,3 +308,46 @@ class TestRun:
         assert result.returncode == 1
         assert complaint in result.stderr
         assert result.stdout == ""
+
+    @pytest.mark.usefixtures("ready")
+    @pytest.mark.parametrize(
+        ("number", "status"),
+        [(signal.SIGTERM, 143), (signal.SIGUSR1, 75), (signal.SIGINT, 130)],
+        ids=["TERM", "USR1", "INT"],
+    )
+    def test_a_signal_to_the_script_ends_all_ranks_after_a_checkpoint(
+        self, tmp_path: Path, number: int, status: int
+    ) -> None:
+        log, saved = tmp_path / "log", tmp_path / "checkpoints"
+        options = "-np 2 --preset mlp-digits --epochs 5000 --log-every 20 --checkpoint-dir".split()
+        with log.open("w") as output:
+            job = subprocess.Popen(
+                [str(LAUNCH / "run.sh"), *options, str(saved)],
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        wait_for(lambda: "loss" in log.read_text(), 40)
+        job.send_signal(number)
+        assert job.wait(20) == status, log.read_text()
+        assert len(list(saved.glob("step-*.rank-?.pt"))) == 2
+        assert len([file for file in saved.glob("step-*.pt") if "rank" not in file.name]) == 1
+        wait_for(lambda: str(saved) not in command_lines(), 5)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.1)
+
+
+def command_lines() -> str:
+    """Those of all processes."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(file.read_bytes().decode(errors="replace"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+    return "\n".join(lines)
