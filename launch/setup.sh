@@ -321,7 +321,7 @@ check_ranks() {
 show_result() {
     say
     # The launcher puts the rank before each line.
-    sed -n 's/^\[[0-9,]*\]<stdout>:  /  /p' "$table"
+    sed -n 's/^\[[0-9,]*\]<stdout>:  /  /; s/\[[0-9,]*\]<stdout>://g; /^  /p' "$table"
     printf '  %-12s %s\n' compiler "$(g++ --version | head -n 1)" \
         environment "$env_dir" data "$data_dir" wheels "$cache"
     say_next

@@ -319,10 +319,10 @@ class TestRun:
         self, tmp_path: Path, number: int, status: int
     ) -> None:
         log, saved = tmp_path / "log", tmp_path / "checkpoints"
-        options = "-np 2 --preset mlp-digits --epochs 5000 --log-every 20 --checkpoint-dir".split()
+        options = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20"]
         with log.open("w") as output:
             job = subprocess.Popen(
-                [str(LAUNCH / "run.sh"), *options, str(saved)],
+                [str(LAUNCH / "run.sh"), *options, "--checkpoint-dir", str(saved)],
                 env=environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
