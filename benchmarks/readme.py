@@ -64,8 +64,8 @@ def kernels() -> str:
     small = figures["small_layers_us"]
     return (
         f"Top-k of {figures['numel']:,} float32 on one thread: add the gradient, select, encode, "
-        f"keep the remainder; `+ spectrum` also counts the histogram of magnitudes from which the error of "
-        f"every density follows. {source('kernels', figures)}\n\n{table(heading, rows)}\n\n"
+        f"keep the remainder; `+ spectrum` also counts the histogram of magnitudes from which the "
+        f"error of every density follows. {source('kernels', figures)}\n\n{table(heading, rows)}\n\n"
         f"A layer of 4,096 elements takes {small['compress']:.1f} µs in a bucket of 300 "
         f"(`torch.topk` and what belongs to it: {small['torch']:.0f} µs)."
     )
