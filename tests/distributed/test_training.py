@@ -147,3 +147,46 @@ def test_all_ranks_hold_the_same_parameters_after_training() -> None:
 def test_the_example_in_the_docstring_runs() -> None:
     outcome = doctest.testmod(importlib.import_module("hvd_adaptive.optimizer"))
     assert (outcome.attempted > 0, outcome.failed) == (True, 0)
+
+
+def trained_by_horovod(compression: object) -> list[Tensor]:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        named_parameters=net.named_parameters(),
+        compression=compression,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = batch(hvd.rank(), step)
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.ranks(2, 4)
+def test_linear_compressors_work_in_horovods_own_optimizer() -> None:
+    dense = trained_by_horovod(hvd.Compression.none)
+    for ours, horovods in [
+        (hva.Compression.none, hvd.Compression.none),
+        (hva.Compression.fp16, hvd.Compression.fp16),
+    ]:
+        for p, q in zip(trained_by_horovod(ours), trained_by_horovod(horovods), strict=True):
+            assert torch.equal(p, q)
+    for p, q in zip(trained_by_horovod(hva.Compression.bf16), dense, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.01, atol=1e-3)
+        assert not torch.equal(p, q) or p.numel() < 10
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_sparse_compressor_in_horovods_own_optimizer_is_refused() -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        named_parameters=net.named_parameters(),
+        compression=hva.Compression.topk(density=0.01),
+    )
+    x, y = batch(hvd.rank(), 0)
+    with pytest.raises(TypeError, match=r"use hvd_adaptive\.DistributedOptimizer"):
+        nn.functional.cross_entropy(net(x), y).backward()
+    del optimizer
