@@ -1,6 +1,6 @@
-"""Layers and buckets: what travels together, in one order on all ranks.
+"""Buckets: which layers travel together, in one order on all ranks.
 
-A *layer* is one parameter tensor. A *bucket* is a run of layers that share one collective: all of
+A *bucket* is a run of layers that share one collective: all of
 them are summed by one allreduce, or all of them are gathered as one byte buffer. Building buckets is
 pure: the same layers, routes and order give the same buckets on every rank.
 """
@@ -9,63 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from hvd_adaptive.compressors.base import Compressor, Level
+from hvd_adaptive.compressors.base import Compressor, Level
+from hvd_adaptive.layers import Collective, Layer
 
 # A dense tensor at least this large travels alone: its gradient then is the collective's buffer, and
 # the copy into and out of a shared buffer is saved. Below it, one operation for many layers is worth
 # more than the copy (an operation costs about 1 ms, copying 4 MiB takes less).
 ALONE_BYTES = 4 << 20
-
-
-_CPU = torch.device("cpu")
-
-
-class Collective(Enum):
-    """How the payloads of one bucket meet."""
-
-    REDUCE = "allreduce"
-    """Payloads can be summed on the way: one allreduce."""
-    TWO_SHOT = "alltoall+allgather"
-    """Payloads can be summed, but not by Horovod: each rank sums one slice, then all gather them."""
-    GATHER = "allgather"
-    """Every rank's payload goes to every rank, which sums after decoding."""
-    SPARSE = "sparse allgather"
-    """A sparse gradient's indices and values, as Horovod sends them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One parameter tensor, without its data.
-
-    Args:
-        index: position in the optimizer, the same on all ranks.
-        name: the parameter's name.
-        shape: the parameter's shape.
-        dtype: dtype of the gradient.
-        device: device of the gradient.
-    """
-
-    index: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    device: torch.device = _CPU
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense gradient."""
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

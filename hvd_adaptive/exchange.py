@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import wire
-from hvd_adaptive.buckets import Bucket, Collective, Part
+from hvd_adaptive.buckets import Bucket, Part
 from hvd_adaptive.compressors.base import GatheredCompressor, LinearCompressor
 from hvd_adaptive.feedback import Feedback, split
+from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
 from hvd_adaptive.transport import Handle, Request, Transport, nbytes_of
 

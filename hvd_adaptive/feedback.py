@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvd_adaptive.buckets import Bucket, Layer
+from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.layers import Layer
 
 
 class Feedback(ABC):

@@ -16,10 +16,11 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.buckets import Bucket, Collective, Layer, build_buckets
+from hvd_adaptive.buckets import Bucket, build_buckets
 from hvd_adaptive.compressors import NoCompression
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import Plan
 from hvd_adaptive.routing import Choice, make_plan
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.buckets import Collective, Layer, Route
+from hvd_adaptive.buckets import Route
 from hvd_adaptive.compressors import (
     Compressor,
     LinearCompressor,
@@ -18,6 +18,7 @@ from hvd_adaptive.compressors import (
     format_spec,
     parse,
 )
+from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import LayerPlan, Plan
 
 Spec: TypeAlias = str | Compressor | type[Compressor]

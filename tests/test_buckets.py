@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.buckets import ALONE_BYTES, Collective, Layer, build_buckets
+from hvd_adaptive.buckets import ALONE_BYTES, build_buckets
 from hvd_adaptive.compressors import parse
+from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.routing import Choice, make_plan
 
 MIB = 1 << 20

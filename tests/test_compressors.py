@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive.buckets import Layer
 from hvd_adaptive.compressors import REGISTRY, Compression, Compressor, Payload, format_spec, parse
+from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 
 # specification -> largest relative rounding error of a value that is sent

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.buckets import Collective, Layer
+from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.wire import WireError
 
 Level: TypeAlias = float

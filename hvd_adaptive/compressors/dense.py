@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_adaptive.buckets import Collective
 from hvd_adaptive.compressors.base import LinearCompressor
+from hvd_adaptive.layers import Collective
 
 
 @dataclass(frozen=True)

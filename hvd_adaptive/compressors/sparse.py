@@ -10,8 +10,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hvd_adaptive import kernels, wire
-from hvd_adaptive.buckets import Layer
 from hvd_adaptive.compressors.base import Float64s, GatheredCompressor, LayerStats, Level
+from hvd_adaptive.layers import Layer
 
 
 @dataclass(frozen=True)

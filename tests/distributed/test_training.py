@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hvd_adaptive as hva
-from hvd_adaptive.buckets import Layer
 from hvd_adaptive.compressors import parse
+from hvd_adaptive.layers import Layer
 from hvd_adaptive.routing import Choice
 
 SPECS = (
