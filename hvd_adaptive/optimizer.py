@@ -30,6 +30,8 @@ from hvd_adaptive.transport import Transport
 # Horovod asks for this module's name to know its own optimizer (see _Methods).
 _HOROVOD_MODULE: str = hvd.DistributedOptimizer.__module__
 
+_OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
+
 _counter = itertools.count()
 
 
@@ -135,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
 
     def digest(built: tuple[Choice, Options, list[tuple[str, Parameter]]]) -> dict[str, str]:
         return {
-            "op": str(op),
+            "op": _OPERATIONS.get(op, str(op)),
             "gradient_predivide_factor": str(gradient_predivide_factor),
             **_digest(*built),
         }
