@@ -211,19 +211,17 @@ class Reducer:
 
     def _dense_grad(self, index: int) -> Tensor:
         """The gradient that is sent and overwritten; zeros where this rank has none."""
-        parameter = self._params[index]
+        parameter = self._trained_or_cleared(index)
         grad = parameter.grad
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter)
-            if not self._trained[index]:
-                self._frozen.append(index)
         elif grad.layout != torch.strided:
             grad = self._densified[index] = grad.to_dense()
         return grad
 
     def _sparse_grad(self, layer: Layer) -> Tensor:
         """The gradient of a layer whose gradients are sparse on some rank."""
-        parameter = self._params[layer.index]
+        parameter = self._trained_or_cleared(layer.index)
         if parameter.grad is None:
             indices = torch.empty((1, 0), dtype=torch.int64, device=layer.device)
             values = torch.empty((0, *layer.shape[1:]), dtype=layer.dtype, device=layer.device)
@@ -231,6 +229,14 @@ class Reducer:
         elif parameter.grad.layout == torch.strided:
             parameter.grad = parameter.grad.to_sparse(1)
         return parameter.grad
+
+    def _trained_or_cleared(self, index: int) -> Parameter:
+        """The parameter; without a gradient if it was frozen, because that is of an earlier step."""
+        parameter = self._params[index]
+        if not self._trained[index]:
+            parameter.grad = None
+            self._frozen.append(index)
+        return parameter
 
     # --- the end of a step ------------------------------------------------------------------------
 

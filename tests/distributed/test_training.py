@@ -190,3 +190,27 @@ def test_a_sparse_compressor_in_horovods_own_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"use hvd_adaptive\.DistributedOptimizer"):
         nn.functional.cross_entropy(net(x), y).backward()
     del optimizer
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("compression", ["none", "topk:density=0.1"])
+def test_a_parameter_that_is_frozen_between_steps_no_longer_moves(compression: str) -> None:
+    net = model()
+    optimizer = hva.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+        named_parameters=net.named_parameters(),
+        compression=compression,
+    )
+    frozen = net.get_parameter("2.weight")
+    for step in range(6):
+        if step == 3:
+            # its gradient of the step before is still there
+            frozen.requires_grad_(False)
+            before = frozen.detach().clone()
+        if step != 3:
+            optimizer.zero_grad()
+        x, y = batch(hvd.rank(), step)
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert torch.equal(frozen, before)
+    assert "2.weight" not in [row.layer for row in optimizer.plan]
