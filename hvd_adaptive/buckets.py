@@ -1,8 +1,8 @@
 """Buckets: which layers travel together, in one order on all ranks.
 
-A *bucket* is a run of layers that share one collective: all of
-them are summed by one allreduce, or all of them are gathered as one byte buffer. Building buckets is
-pure: the same layers, routes and order give the same buckets on every rank.
+A *bucket* is a run of layers that share one collective: all of them are summed by one allreduce, or
+all are gathered as one byte buffer. Building buckets is pure: the same layers, routes and order give
+the same buckets on every rank.
 """
 
 from __future__ import annotations

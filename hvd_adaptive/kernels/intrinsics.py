@@ -88,7 +88,6 @@ def _reinterpret(source: Any, target: Any) -> Any:
 
 float32_pointer = _pointer(types.float32)
 uint32_pointer = _pointer(types.uint32)
-uint8_pointer = _pointer(types.uint8)
 int64_pointer = _pointer(types.int64)
 
 load_u64, store_u64 = _load(types.uint64), _store(types.uint64)
