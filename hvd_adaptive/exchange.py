@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hvd_adaptive import wire
 from hvd_adaptive.buckets import Bucket, Part
-from hvd_adaptive.compressors.base import GatheredCompressor, LinearCompressor
+from hvd_adaptive.compressors.base import CastCompressor, GatheredCompressor
 from hvd_adaptive.feedback import Feedback, split
 from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
@@ -264,8 +264,8 @@ def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [view.view(layer.shape) for view, layer in zip(views, bucket.layers, strict=True)]
 
 
-def _linear(part: Part) -> LinearCompressor:
-    assert isinstance(part.compressor, LinearCompressor), part
+def _linear(part: Part) -> CastCompressor:
+    assert isinstance(part.compressor, CastCompressor), part
     return part.compressor
 
 

@@ -12,6 +12,7 @@ import torch
 from hvd_adaptive import feedback as feedback_rules
 from hvd_adaptive.buckets import Route
 from hvd_adaptive.compressors import (
+    CastCompressor,
     Compressor,
     LinearCompressor,
     NoCompression,
@@ -82,7 +83,7 @@ class Choice:
             if fnmatch.fnmatchcase(layer.name, pattern):
                 return compressor
         small = len(layer.shape) <= 1 or layer.numel < SMALL_NUMEL
-        if small and not isinstance(self.compressor, LinearCompressor):
+        if small and not isinstance(self.compressor, CastCompressor):
             return NoCompression()
         return self.compressor
 

@@ -10,11 +10,16 @@ import difflib
 from typing import Any
 
 from hvd_adaptive.compressors.base import (
+    Batch,
+    CastCompressor,
+    CodecState,
     Compressor,
     GatheredCompressor,
     LayerStats,
+    Learner,
     Level,
     LinearCompressor,
+    MultiLevel,
     Payload,
 )
 from hvd_adaptive.compressors.dense import BFloat16, Float16, NoCompression
@@ -124,13 +129,18 @@ def _suggest(word: str, known: Any) -> str:
 __all__ = [
     "REGISTRY",
     "BFloat16",
+    "Batch",
+    "CastCompressor",
+    "CodecState",
     "Compression",
     "Compressor",
     "Float16",
     "GatheredCompressor",
     "LayerStats",
+    "Learner",
     "Level",
     "LinearCompressor",
+    "MultiLevel",
     "NoCompression",
     "Payload",
     "TopK",

@@ -1,14 +1,19 @@
 """The contract of a compressor: one layer's tensor made small at a given level.
 
 A compressor never communicates and keeps no state of the training: what it leaves out stays in the
-tensor it was given, and the feedback rule decides what becomes of that.
+tensor it was given, and the feedback rule decides what becomes of that. What a compressor learns from
+the gradients lives in a :class:`CodecState`, which whoever drives it keeps and hands in.
+
+Two kinds meet the network in two ways: payloads of a :class:`LinearCompressor` are summed by an
+allreduce, in one round or several; those of a :class:`GatheredCompressor` are bytes that every rank
+sends to every rank.
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
@@ -24,19 +29,26 @@ Level: TypeAlias = float
 """How hard to compress: density for sparsifiers, bits for casts and quantizers, rank for low rank."""
 
 Float64s: TypeAlias = npt.NDArray[np.float64]
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What one layer sends.
+    """What one layer sends, and what both sides know of it beforehand.
 
     Args:
         data: 1-D; ``uint8`` codes, or the summands themselves where the payload is linear.
         numel: number of elements of the layer.
+        level: at which it was compressed.
+        key: of the random numbers that went into it.
+        shape: of the layer, where that matters.
     """
 
     data: Tensor
     numel: int
+    level: Level = 0.0
+    key: int = 0
+    shape: Shape | None = None
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +71,45 @@ class LayerStats:
     nonfinite: npt.NDArray[np.bool_]
 
 
+class CodecState(ABC):
+    """What a compressor has learnt from one optimizer's gradients: the same on all ranks."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, for :meth:`load_state_dict`: tensors, numbers, text."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; ValueError if it does not fit."""
+
+
+class Learner(CodecState):
+    """A state that follows the gradients' distribution.
+
+    At the steps that are :meth:`due`, every rank collects statistics while it compresses; the first
+    rank makes of all of them what is learnt, and every rank adopts that.
+    """
+
+    collecting: bool = False
+    """Set for the steps in which compression collects statistics."""
+
+    @abstractmethod
+    def due(self, step: int) -> bool:
+        """Whether this step's gradients are to be learnt from (a fall of the learning rate is too)."""
+
+    @abstractmethod
+    def statistics(self) -> Any:
+        """What this rank has collected since :attr:`collecting` was set; JSON. Forgets it."""
+
+    @abstractmethod
+    def fit(self, everyone: Sequence[Any]) -> Any:
+        """What the statistics of all ranks, in rank order, teach; JSON."""
+
+    @abstractmethod
+    def adopt(self, learnt: Any) -> None:
+        """Use what the first rank's :meth:`fit` returned."""
+
+
 class Compressor(ABC):
     """Makes a 1-D float32 tensor small at a level, and leaves in the tensor what was not sent.
 
@@ -68,8 +119,15 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     collective: ClassVar[Collective]
-    biased: ClassVar[bool]
-    """True if the payload's expectation is not the tensor: such a compressor needs feedback."""
+    selects: ClassVar[bool] = False
+    """True if a payload holds some of the elements and leaves the others as they are."""
+    whole_model: ClassVar[bool] = False
+    """True if all layers are compressed together, whatever a bucket's size."""
+
+    @property
+    @abstractmethod
+    def biased(self) -> bool:
+        """True if the payload's expectation is not the tensor: such a compressor needs feedback."""
 
     @property
     @abstractmethod
@@ -80,8 +138,25 @@ class Compressor(ABC):
     def levels(self, layer: Layer) -> tuple[Level, ...]:
         """Candidate levels for a planner, from the most faithful to the most compressed."""
 
+    def level_at(self, step: int) -> Level:
+        """The level in a step, counted from the end of the dense warm-up; usually :attr:`level`."""
+        del step
+        return self.level
+
+    def new_state(self) -> CodecState | None:
+        """What this compressor learns during training, still empty; None if it learns nothing."""
+        return None
+
     @abstractmethod
-    def compress_(self, x: Tensor, level: Level) -> Payload:
+    def compress_(
+        self,
+        x: Tensor,
+        level: Level,
+        *,
+        key: int = 0,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Payload:
         """Compress ``x`` and leave in it what the payload does not hold.
 
         Afterwards ``decompress(payload) + x`` is what ``x`` was: exactly, or up to one float32
@@ -90,6 +165,9 @@ class Compressor(ABC):
         Args:
             x: float32, 1-D, contiguous; overwritten by the remainder.
             level: one of :meth:`levels`, or any value of the same kind.
+            key: of the random numbers (see :mod:`hvd_adaptive.keys`), where there are any.
+            shape: the layer's shape, where that matters; None takes ``x`` as it is.
+            state: of :meth:`new_state`; None compresses as at the first step.
 
         Raises:
             ValueError: ``x`` is not a 1-D contiguous float32 tensor, or holds a NaN or an Inf.
@@ -104,23 +182,91 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def errors(self, x: Tensor, levels: Sequence[Level]) -> Float64s:
-        """Squared L2 error of compressing ``x`` at each of ``levels``, without changing ``x``."""
+    def errors(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Float64s:
+        """Squared L2 error of compressing ``x`` at each of ``levels``, without changing ``x``.
+
+        In expectation where rounding is random.
+        """
 
     @abstractmethod
-    def wire_bytes(self, numel: int, level: Level) -> int:
+    def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it)."""
 
 
+class MultiLevel(ABC):
+    """A compressor whose payloads can be compressed further without the tensor that they came from."""
+
+    @abstractmethod
+    def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
+        """Compress a payload again, to ``level`` of the whole layer.
+
+        Cost: that of the elements in ``payload``, whatever the layer's size. Source: multi-level
+        compression of Tyagi and Swany, "GraVAC" (2023), section III.
+
+        Args:
+            payload: what :meth:`Compressor.compress_` made of ``x``.
+            x: the remainder that it left; what is dropped now is added to it.
+            level: stronger than the payload's.
+        """
+
+
+@dataclass(slots=True)
+class Batch:
+    """The layers of one linear compressor in one bucket.
+
+    Args:
+        x: float32, 1-D, one a layer; left with the remainder.
+        outs: float32, 1-D, one a layer; overwritten with the reduced layer.
+        layers: shapes and names.
+        levels: one a layer.
+        keys: of shared random numbers, one a layer.
+        state: of :meth:`Compressor.new_state`.
+    """
+
+    x: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    layers: Sequence[Layer]
+    levels: Sequence[Level]
+    keys: npt.NDArray[np.uint64]
+    state: CodecState | None = None
+
+
+Rounds: TypeAlias = Generator[list[Tensor], list[Tensor], None]
+"""Yields 1-D tensors to be reduced and receives them reduced, once for each round."""
+
+
 class LinearCompressor(Compressor):
-    """A cast to a smaller float type: payloads can be summed, so they travel by allreduce.
+    """Payloads can be summed, so they travel by allreduce."""
+
+    @property
+    @abstractmethod
+    def wire_dtype(self) -> torch.dtype | None:
+        """dtype on the wire; None keeps the gradient's own."""
+
+    @abstractmethod
+    def rounds(self, batch: Batch) -> Rounds:
+        """Reduce a batch of layers in one round of allreduce or several.
+
+        All ranks yield tensors of the same sizes, in the wire dtype, whatever their layers hold. A
+        layer that is not finite on one rank must come out not finite on all of them.
+        """
+
+
+class CastCompressor(LinearCompressor):
+    """A cast to a smaller float type.
 
     Cost: one pass. Memory: the cast copy. Wire: ``wire_dtype``'s width. Also usable as a plain
     Horovod compressor: ``hvd.DistributedOptimizer(..., compression=hva.Compression.fp16)``.
     """
 
     wire_dtype: ClassVar[torch.dtype | None]
-    """dtype on the wire; None keeps the gradient's own."""
     biased = False
 
     @property
@@ -143,38 +289,60 @@ class LinearCompressor(Compressor):
             out.copy_(x)
 
     @final
-    def compress_(self, x: Tensor, level: Level) -> Payload:
+    def rounds(self, batch: Batch) -> Rounds:
+        """One round of the cast values; the remainder is the rounding error."""
+        casts = [torch.empty_like(x, dtype=self.wire_dtype or x.dtype) for x in batch.x]
+        for x, cast in zip(batch.x, casts, strict=True):
+            self.encode(x, cast)
+            x.sub_(cast)
+        reduced = yield casts
+        torch._foreach_copy_(list(batch.outs), reduced)
+
+    @final
+    def compress_(
+        self,
+        x: Tensor,
+        level: Level,
+        *,
+        key: int = 0,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Payload:
         """Cast; the remainder is the rounding error."""
-        del level
+        del key, shape, state
         check_input(x)
         data = torch.empty_like(x, dtype=self.wire_dtype or x.dtype)
         self.encode(x, data)
         x.sub_(data.to(x.dtype))
-        return Payload(data, x.numel())
+        return Payload(data, x.numel(), level)
 
     @final
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Add the cast values."""
         expected = self.wire_dtype or out.dtype
-        if payload.data.dtype != expected or payload.data.numel() != out.numel():
-            raise WireError(
-                f"{self.name}: got {payload.data.numel()} values of {payload.data.dtype}, "
-                f"expected {out.numel()} of {expected}"
-            )
+        check_values(self.name, payload.data, out.numel(), expected)
         out.add_(payload.data.to(out.dtype), alpha=scale)
 
     @final
-    def errors(self, x: Tensor, levels: Sequence[Level]) -> Float64s:
+    def errors(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Float64s:
         """The rounding error, the same at every level."""
+        del shape, state
         data = torch.empty_like(x, dtype=self.wire_dtype or x.dtype)
         self.encode(x, data)
         error = float((x - data.to(x.dtype)).double().square().sum())
         return np.full(len(levels), error)
 
     @final
-    def wire_bytes(self, numel: int, level: Level) -> int:
+    def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Exact."""
-        del level
+        del level, shape
         return numel * (self.wire_dtype or torch.float32).itemsize
 
     # --- Horovod's own contract -------------------------------------------------------------------
@@ -200,7 +368,8 @@ class GatheredCompressor(Compressor):
     """A payload of bytes that cannot be summed: every rank's payload goes to every rank.
 
     Members code all layers of a bucket in one call (:meth:`compress_layers_`), because a call a
-    layer costs more than the work for small layers.
+    layer costs more than the work for small layers. A payload tells its own level, because ranks may
+    choose their levels by themselves.
     """
 
     collective = Collective.GATHER
@@ -212,8 +381,11 @@ class GatheredCompressor(Compressor):
         offsets: npt.NDArray[np.int64],
         levels: Sequence[Level],
         grads: Sequence[Tensor] | None = None,
+        *,
+        keys: npt.NDArray[np.uint64] | None = None,
         reserve: int = 0,
         spectra: npt.NDArray[np.int64] | None = None,
+        state: CodecState | None = None,
     ) -> tuple[Tensor, LayerStats]:
         """Compress layers that stand side by side in one buffer.
 
@@ -225,9 +397,11 @@ class GatheredCompressor(Compressor):
             offsets: ``int64[L + 1]``, rising.
             levels: one a layer.
             grads: float32, contiguous, one a layer: added to ``x`` first, in the same pass.
+            keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
             reserve: bytes to leave free at the front of the result, for a header.
             spectra: ``int64[L, 32768]``: counts of each layer's magnitudes before compression, by
                 exponent and 7 mantissa bits, are added to its row in the same pass.
+            state: of :meth:`new_state`; None compresses as at the first step.
 
         Returns:
             The bytes (uint8, ``reserve`` + body) and what was seen on the way.
@@ -239,6 +413,8 @@ class GatheredCompressor(Compressor):
     ) -> npt.NDArray[np.bool_]:
         """Add ``scale`` times each decoded layer to its ``out``; marked layers become NaN.
 
+        A body holds all that decoding needs: no key, no state.
+
         Returns:
             The marks, ``bool[L]``.
 
@@ -247,14 +423,23 @@ class GatheredCompressor(Compressor):
         """
 
     @final
-    def compress_(self, x: Tensor, level: Level) -> Payload:
+    def compress_(
+        self,
+        x: Tensor,
+        level: Level,
+        *,
+        key: int = 0,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Payload:
         """One layer: see :meth:`compress_layers_`."""
         check_input(x)
         offsets = np.array([0, x.numel()], dtype=np.int64)
-        data, stats = self.compress_layers_(x, offsets, [level])
+        keys = np.array([key], dtype=np.uint64)
+        data, stats = self.compress_layers_(x, offsets, [level], keys=keys, state=state)
         if stats.nonfinite[0]:
             raise ValueError(f"{self.name}: the tensor holds a NaN or an Inf; it was left as it was")
-        return Payload(data, x.numel())
+        return Payload(data, x.numel(), level, key, shape)
 
     @final
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
@@ -282,6 +467,14 @@ def check_input(x: Tensor) -> None:
         raise ValueError(
             f"expected a 1-D contiguous float32 tensor, got {x.dtype} of shape {tuple(x.shape)}: "
             "use x.float().contiguous().view(-1)"
+        )
+
+
+def check_values(name: str, data: Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Raise WireError unless ``data`` is ``numel`` values of ``dtype``."""
+    if data.dtype != dtype or data.numel() != numel:
+        raise WireError(
+            f"{name}: got {data.numel()} values of {data.dtype}, expected {numel} of {dtype}"
         )
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_adaptive.compressors.base import LinearCompressor
+from hvd_adaptive.compressors.base import CastCompressor
 from hvd_adaptive.layers import Collective
 
 
 @dataclass(frozen=True)
-class NoCompression(LinearCompressor):
+class NoCompression(CastCompressor):
     """The gradient as it is, in its own dtype: what Horovod sends.
 
     Unbiased, no memory, no cost. Example:
@@ -29,7 +29,7 @@ class NoCompression(LinearCompressor):
 
 
 @dataclass(frozen=True)
-class Float16(LinearCompressor):
+class Float16(CastCompressor):
     """Half precision, summed in half precision by allreduce, as Horovod's ``Compression.fp16``.
 
     Half the bytes; rounds to nearest (relative error 2^-11 above 6e-5, absolute 3e-8 below).
@@ -48,7 +48,7 @@ class Float16(LinearCompressor):
 
 
 @dataclass(frozen=True)
-class BFloat16(LinearCompressor):
+class BFloat16(CastCompressor):
     """bfloat16 on the wire, summed in float32: float32's range at half the bytes.
 
     No Horovod operation takes bfloat16, so the sum is made in two rounds: an alltoall brings each

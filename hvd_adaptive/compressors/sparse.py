@@ -10,7 +10,14 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hvd_adaptive import kernels, wire
-from hvd_adaptive.compressors.base import Float64s, GatheredCompressor, LayerStats, Level
+from hvd_adaptive.compressors.base import (
+    CodecState,
+    Float64s,
+    GatheredCompressor,
+    LayerStats,
+    Level,
+    Shape,
+)
 from hvd_adaptive.layers import Layer
 
 
@@ -80,10 +87,14 @@ class TopK(GatheredCompressor):
         offsets: npt.NDArray[np.int64],
         levels: Sequence[Level],
         grads: Sequence[Tensor] | None = None,
+        *,
+        keys: npt.NDArray[np.uint64] | None = None,
         reserve: int = 0,
         spectra: npt.NDArray[np.int64] | None = None,
+        state: CodecState | None = None,
     ) -> tuple[Tensor, LayerStats]:
         """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
+        del keys, state
         sizes = np.diff(offsets)
         counts = np.array(
             [wire.count_of(int(numel), density) for numel, density in zip(sizes, levels, strict=True)],
@@ -101,12 +112,20 @@ class TopK(GatheredCompressor):
         marks = kernels.for_device(body.device).sparse_decompress_add_(body, outs, scale, self.format)
         return marks.astype(np.bool_)
 
-    def errors(self, x: Tensor, levels: Sequence[Level]) -> Float64s:
+    def errors(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Float64s:
         """From one histogram of ``x`` for all levels; within 1 % of compressing at each.
 
         The rounding of the values is not counted: it stays in the remainder and is far below what
         selection leaves out.
         """
+        del shape, state
         kernel = kernels.for_device(x.device)
         counts = [wire.count_of(x.numel(), density) for density in levels]
         energy = float(x.double().square().sum())
@@ -115,6 +134,7 @@ class TopK(GatheredCompressor):
         )
         return errors
 
-    def wire_bytes(self, numel: int, level: Level) -> int:
+    def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Upper bound; within 3 % of the bytes sent for scattered indices."""
+        del shape
         return wire.max_sparse_bytes(numel, wire.count_of(numel, level), self.format)
