@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_adaptive.compressors.base import Compressor, Level
+from hvd_adaptive.compressors.base import CastCompressor, Compressor, Level
 from hvd_adaptive.layers import Collective, Layer
 
 # A dense tensor at least this large travels alone: its gradient then is the collective's buffer, and
@@ -31,7 +31,7 @@ class Route:
     wire_dtype: torch.dtype | None = None
     """dtype of a summed payload; None where the payload is bytes."""
     feedback: str = "none"
-    """Name of the feedback rule."""
+    """The feedback rule, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Bucket:
         parts: its compressors and which of the layers are theirs.
         dtype: dtype of the bucket's flat buffer.
         device: device of the bucket's flat buffer.
-        feedback: name of the feedback rule of all its layers.
+        feedback: the feedback rule of all its layers, as text.
     """
 
     index: int
@@ -77,7 +77,16 @@ class Bucket:
         return sum(layer.nbytes for layer in self.layers)
 
 
-_Key = tuple[Collective, torch.dtype, torch.device, str]
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What layers of one bucket have in common."""
+
+    collective: Collective
+    dtype: torch.dtype
+    device: torch.device
+    feedback: str
+    whole_model: Compressor | None
+    """A compressor that takes all layers of the model together."""
 
 
 def build_buckets(
@@ -105,13 +114,19 @@ def build_buckets(
     open_runs: dict[tuple[_Key, int | None], list[tuple[int, Layer]]] = {}
     closed: list[list[tuple[int, Layer]]] = []
     for position, layer in enumerate(layers):
-        key, group = _key(layer, routes[layer.name]), group_of.get(layer.name)
-        if group is None and travels_alone(layer, key):
+        key = _key(layer, routes[layer.name])
+        group = group_of.get(layer.name) if key.whole_model is None else None
+        compressed = not isinstance(routes[layer.name].compressor, CastCompressor)
+        if group is None and travels_alone(layer, key, compressed):
             closed.append([(position, layer)])
             continue
         run = open_runs.setdefault((key, group), [])
         run.append((position, layer))
-        if group is None and sum(member.nbytes for _, member in run) >= cap_bytes:
+        if (
+            group is None
+            and key.whole_model is None
+            and sum(member.nbytes for _, member in run) >= cap_bytes
+        ):
             closed.append(open_runs.pop((key, group)))
     closed.extend(open_runs.values())
     closed.sort(key=lambda run: run[-1][0])
@@ -120,17 +135,28 @@ def build_buckets(
     )
 
 
-def travels_alone(layer: Layer, key: _Key) -> bool:
+def travels_alone(layer: Layer, key: _Key, compressed: bool) -> bool:
     """Whether the layer gets a bucket of its own: sparse ones, and large ones summed as they are."""
-    collective, dtype, _, feedback = key
-    if collective is Collective.SPARSE:
+    if key.collective is Collective.SPARSE:
         return True
-    as_it_is = collective is Collective.REDUCE and dtype == layer.dtype and feedback == "none"
+    as_it_is = (
+        key.collective is Collective.REDUCE
+        and key.dtype == layer.dtype
+        and key.feedback == "none"
+        and not compressed
+    )
     return as_it_is and layer.nbytes >= ALONE_BYTES
 
 
 def _key(layer: Layer, route: Route) -> _Key:
-    return route.collective, route.wire_dtype or torch.float32, layer.device, route.feedback
+    compressor = route.compressor
+    return _Key(
+        route.collective,
+        route.wire_dtype or torch.float32,
+        layer.device,
+        route.feedback,
+        compressor if compressor.whole_model else None,
+    )
 
 
 def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) -> Bucket:
@@ -143,5 +169,7 @@ def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) ->
         levels = tuple(routes[layer.name].level for layer in members)
         parts.append(Part(compressor, levels, len(ordered), len(ordered) + len(members)))
         ordered.extend(members)
-    collective, dtype, device, feedback = _key(ordered[0], routes[ordered[0].name])
-    return Bucket(index, collective, tuple(ordered), tuple(parts), dtype, device, feedback)
+    key = _key(ordered[0], routes[ordered[0].name])
+    return Bucket(
+        index, key.collective, tuple(ordered), tuple(parts), key.dtype, key.device, key.feedback
+    )

@@ -36,6 +36,11 @@ class Control:
         """Number of ranks that take part."""
         return int(self._process_set.size())
 
+    @property
+    def rank(self) -> int:
+        """Position of this rank among those that take part."""
+        return int(self._process_set.rank())
+
     def allgather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order. ``value`` must be JSON-serialisable."""
         message = json.dumps(value).encode()
@@ -49,6 +54,30 @@ class Control:
             values.append(json.loads(data[_LENGTH_BYTES:end]))
             data = data[end:]
         return values
+
+    def decide(self, build: Callable[[], Any]) -> Any:
+        """What the first rank builds, on all ranks; ``build`` is called nowhere else.
+
+        Args:
+            build: makes something JSON-serialisable.
+
+        Raises:
+            RuntimeError: it failed on the first rank; on the others.
+        """
+        error: Exception | None = None
+        mine: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                mine = {"built": build()}
+            except Exception as failure:
+                error = failure
+                mine = {"error": f"{type(failure).__name__}: {failure}"}
+        first = self.allgather(mine)[0]
+        if error is not None:
+            raise error
+        if "error" in first:
+            raise RuntimeError(f"the first rank could not decide: {first['error']}")
+        return first["built"]
 
     def agree(
         self,

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive import wire
+from hvd_adaptive import keys, wire
 from hvd_adaptive.buckets import Bucket, Part
-from hvd_adaptive.compressors.base import CastCompressor, GatheredCompressor
-from hvd_adaptive.feedback import Feedback, split
+from hvd_adaptive.compressors.base import (
+    Batch,
+    CastCompressor,
+    ClearsSent,
+    CodecState,
+    Compressor,
+    GatheredCompressor,
+    LinearCompressor,
+    Rounds,
+    all_finite,
+)
+from hvd_adaptive.feedback import Memory, split
 from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
 from hvd_adaptive.transport import Handle, Request, Transport, nbytes_of
@@ -31,22 +42,20 @@ Steps: TypeAlias = Generator[Request, Tensor, None]
 class _Staging:
     """What a bucket needs at every step and is made once: offsets and, on demand, a flat buffer."""
 
-    def __init__(self, bucket: Bucket, ranks: int) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        # padded, so that every rank's slice of an alltoall has the same size
-        self._padded = -(-bucket.numel // ranks) * ranks
         sizes = [layer.numel for layer in bucket.layers]
         self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
 
     @functools.cached_property
     def flat(self) -> Tensor:
-        """The payload of a linear bucket, in its wire dtype."""
-        return torch.zeros(self._padded, dtype=self._bucket.dtype, device=self._bucket.device)
+        """The payload of a bucket of casts, in its wire dtype."""
+        return torch.zeros(self._bucket.numel, dtype=self._bucket.dtype, device=self._bucket.device)
 
     @functools.cached_property
     def views(self) -> list[Tensor]:
         """The layers in ``flat``, in their shapes."""
-        return shaped(self.flat[: self._bucket.numel], self._bucket)
+        return shaped(self.flat, self._bucket)
 
 
 @dataclass(slots=True)
@@ -68,23 +77,50 @@ class Exchange:
         transport: the collectives.
         meter: told what every bucket cost.
         prefix: of the operations' names; the same on all ranks, and of this optimizer alone.
+        seed: of random rounding and selection; the same on all ranks.
+        rank: of this process.
     """
 
-    def __init__(self, transport: Transport, meter: Meter, prefix: str) -> None:
+    def __init__(
+        self, transport: Transport, meter: Meter, prefix: str, seed: int = 0, rank: int = 0
+    ) -> None:
         self._transport = transport
-        self._meter = meter
+        self.meter = meter
         self._prefix = prefix
+        self.seed = seed
+        self.rank = rank
+        self._step = 0
         self._inflight: deque[_Flight] = deque()
-        self._feedback: dict[int, Feedback] = {}
+        self._memory: dict[int, Memory] = {}
         self._staged: dict[int, _Staging] = {}
         self._vote: Handle | None = None
+        self.states: dict[Compressor, CodecState] = {}
+        """What compressors have learnt, by :meth:`Compressor.state_key`."""
 
-    def attach(self, buckets: Sequence[Bucket], feedback: dict[int, Feedback]) -> None:
-        """Use these buckets from now on; ``feedback`` by bucket index."""
+    def attach(self, buckets: Sequence[Bucket], memory: dict[int, Memory]) -> None:
+        """Use these buckets from now on; ``memory`` of their feedback by bucket index."""
         if self._inflight:
             raise RuntimeError("buckets cannot be changed while their collectives are under way")
-        self._feedback = feedback
-        self._staged = {bucket.index: _Staging(bucket, self._transport.size) for bucket in buckets}
+        self._memory = memory
+        self._staged = {bucket.index: _Staging(bucket) for bucket in buckets}
+        for compressor in {part.compressor for bucket in buckets for part in bucket.parts}:
+            state = None if compressor.state_key in self.states else compressor.new_state()
+            if state is not None:
+                self.states[compressor.state_key] = state
+
+    def load_state(self, compressor: Compressor, learnt: Mapping[str, Any]) -> None:
+        """Let a compressor go on from what it had learnt; ValueError if that does not fit."""
+        state = compressor.new_state()
+        if state is None:
+            raise ValueError(
+                f"compression state holds what {compressor.name!r} learnt, which learns nothing"
+            )
+        state.load_state_dict(learnt)
+        self.states[compressor.state_key] = state
+
+    def begin_step(self, step: int) -> None:
+        """Draw the random numbers of this step from now on."""
+        self._step = step
 
     @property
     def busy(self) -> bool:
@@ -102,7 +138,7 @@ class Exchange:
         started = perf_counter()
         steps = _WAYS[bucket.collective](self, bucket, grads)
         request = next(steps)
-        self._meter.bucket(bucket.index, compress=perf_counter() - started, dense=bucket.dense_bytes)
+        self.meter.bucket(bucket.index, compress=perf_counter() - started, dense=bucket.dense_bytes)
         self._submit(bucket, steps, request, round_=0)
 
     def finish(self) -> None:
@@ -117,7 +153,7 @@ class Exchange:
                 more = flight.steps.send(reply)
             except StopIteration:
                 more = None
-            self._meter.bucket(
+            self.meter.bucket(
                 flight.bucket.index,
                 exposed=done - waiting,
                 communicate=done - flight.launched,
@@ -136,57 +172,106 @@ class Exchange:
         """What each rank must send so that the reduction over all of them gives ``reduced``."""
         return reduced / (self._transport.size * self._transport.scale)
 
-    def vote(self, yes: bool) -> None:
-        """Ask all ranks a question; :meth:`voted` tells later whether any of them said yes."""
-        ballot = torch.tensor([float(yes)])
+    def vote(self, *questions: bool) -> None:
+        """Ask all ranks some questions; :meth:`voted` tells later to which any of them said yes."""
+        ballot = torch.tensor([float(yes) for yes in questions])
         self._vote = self._transport.submit(Request("allreduce", ballot), f"{self._prefix}.vote")
 
-    def voted(self) -> bool:
-        """The outcome of the last :meth:`vote`, the same on all ranks; False where there was none."""
+    def voted(self) -> list[bool]:
+        """The outcomes of the last :meth:`vote`, the same on all ranks; empty where there was none."""
         if self._vote is None:
-            return False
+            return []
         outcome = self._transport.wait(self._vote)
         self._vote = None
-        return bool(outcome > 0)
+        return [count > 0 for count in outcome.tolist()]
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
         handle = self._transport.submit(request, f"{self._prefix}.{bucket.index}.{round_}")
-        self._meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
+        self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
         self._inflight.append(_Flight(bucket, steps, request, handle, round_, perf_counter()))
 
     # --- the ways of a bucket ---------------------------------------------------------------------
 
-    def _reduce(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
-        """Sum the payloads by one allreduce."""
-        if self._is_own_buffer(bucket, grads):
+    def _linear(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
+        """Sum the payloads by allreduce, in as many rounds as the compressors need."""
+        casts = all(isinstance(part.compressor, CastCompressor) for part in bucket.parts)
+        if not casts or self._memory[bucket.index].slots:
+            yield from self._rounds(bucket, grads)
+        elif bucket.collective is Collective.REDUCE and _is_own_buffer(bucket, grads):
             yield Request("allreduce", grads[0].view(-1))
-            return
-        staging = self._staged[bucket.index]
-        self._load_linear(bucket, staging, grads)
-        yield Request("allreduce", staging.flat)
-        torch._foreach_copy_(grads, staging.views)
+        else:
+            staging = self._staged[bucket.index]
+            # an overflow becomes Inf, as with Horovod: nobody would keep what saturation cuts off
+            torch._foreach_copy_(staging.views, grads)
+            reduced = yield from self._sum(bucket, staging.flat)
+            torch._foreach_copy_(grads, shaped(reduced, bucket))
 
-    def _two_shot(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
-        """Sum one slice on each rank, in float32, then gather the slices."""
-        staging = self._staged[bucket.index]
-        self._load_linear(bucket, staging, grads)
-        slices = yield Request("alltoall", staging.flat.view(torch.uint8))
-        rows = slices.view(bucket.dtype).view(self._transport.size, -1)
+    def _sum(self, bucket: Bucket, flat: Tensor) -> Generator[Request, Tensor, Tensor]:
+        """One reduction over the ranks of a flat buffer, by the bucket's collective."""
+        if bucket.collective is Collective.REDUCE:
+            yield Request("allreduce", flat)
+            return flat
+        # No operation of Horovod adds this dtype: each rank sums one slice in float32, and all
+        # gather the slices, which are padded to one size.
+        ranks = self._transport.size
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
+        slices = yield Request("alltoall", padded.view(torch.uint8))
+        rows = slices.view(flat.dtype).view(ranks, -1)
         total = rows.sum(0, dtype=torch.float32).mul_(self._transport.scale)
-        gathered = yield Request("allgather", total.to(bucket.dtype).view(torch.uint8))
-        reduced = gathered.view(bucket.dtype)[: bucket.numel]
-        torch._foreach_copy_(grads, shaped(reduced, bucket))
+        gathered = yield Request("allgather", total.to(flat.dtype).view(torch.uint8))
+        return gathered.view(flat.dtype)[: flat.numel()]
+
+    def _rounds(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
+        """Compressors with rounds of their own; the memory changes only where all ranks are finite."""
+        memory = self._memory[bucket.index]
+        work = [_as_float32(grad) for grad in grads]
+        x, adds = memory.begin(bucket, work, self._step)
+        total = x.clone()
+        torch._foreach_add_(shaped(total, bucket), _shaped_like(adds, bucket))
+        out = torch.empty_like(total)
+        running = [_linear(part).rounds(self._batch(bucket, part, total, out)) for part in bucket.parts]
+        pending = [next(each) for each in running]
+        rounds: list[Rounds | None] = [*running]
+        while any(rounds):
+            tensors = [tensor for some in pending for tensor in some]
+            flat = torch.cat([tensor.reshape(-1).to(bucket.dtype) for tensor in tensors])
+            reduced = yield from self._sum(bucket, flat)
+            pending = _advance(rounds, pending, reduced)
+        outs = split(out, bucket.layers)
+        good = [all_finite(each) for each in outs]
+        for view, rest, fine in zip(
+            split(x, bucket.layers), split(total, bucket.layers), good, strict=True
+        ):
+            if fine:
+                view.copy_(rest)
+        memory.commit(bucket, x, work, good, self._step)
+        for position in (position for position, fine in enumerate(good) if not fine):
+            memory.restore(bucket, position, work[position], None)
+        results = shaped(out, bucket)
+        memory.finish(bucket, results, good)
+        torch._foreach_copy_(grads, results)
 
     def _gather(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
         """Send every rank's codes to every rank, which decodes and adds them."""
+        memory = self._memory[bucket.index]
         work = [_as_float32(grad) for grad in grads]
-        gathered = yield Request("allgather", self._encode(bucket, work))
+        codes, fine_here = self._encode(bucket, work)
+        gathered = yield Request("allgather", _framed(codes, bucket, fine_here))
+        ranks = self._transport.size
+        bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), ranks)
+        local = [each.clone() for each in work] if nonfinite else work
         torch._foreach_zero_(work)
-        for body in wire.split_frames(gathered, bucket.index, len(bucket.layers), self._transport.size):
+        marks = np.zeros(len(work), np.bool_)
+        for body in bodies:
             for part, code in zip(bucket.parts, wire.split_parts(body, len(bucket.parts)), strict=True):
-                _gathered(part).decompress_layers_add_(
+                marks[part.start : part.stop] |= _gathered(part).decompress_layers_add_(
                     code, work[part.start : part.stop], self._transport.scale
                 )
+        good = (~marks).tolist()
+        self._clear_sent(bucket, codes, good)
+        if nonfinite:
+            self._restore(bucket, codes, local, fine_here & marks)
+        memory.finish(bucket, work, good)
         for grad, result in zip(grads, work, strict=True):
             if result is not grad:
                 grad.copy_(result)
@@ -199,63 +284,121 @@ class Exchange:
 
     # --- what they share --------------------------------------------------------------------------
 
-    def _is_own_buffer(self, bucket: Bucket, grads: list[Tensor]) -> bool:
-        """Whether the one gradient of the bucket can be summed where it is, without a copy."""
-        return (
-            len(grads) == 1
-            and grads[0].dtype == bucket.dtype
-            and grads[0].is_contiguous()
-            and not self._feedback[bucket.index].keeps
+    def _batch(self, bucket: Bucket, part: Part, x: Tensor, out: Tensor) -> Batch:
+        """One linear compressor's share of a bucket."""
+        layers = bucket.layers[part.start : part.stop]
+        return Batch(
+            split(x, bucket.layers)[part.start : part.stop],
+            split(out, bucket.layers)[part.start : part.stop],
+            layers,
+            part.levels,
+            keys.layer_keys(self.seed, keys.SHARED, self._step, [layer.index for layer in layers]),
+            self.states.get(part.compressor.state_key),
         )
 
-    def _load_linear(self, bucket: Bucket, staging: _Staging, grads: list[Tensor]) -> None:
-        """Cast the gradients into the payload; with feedback, keep the rounding error."""
-        feedback = self._feedback[bucket.index]
-        if not feedback.keeps:
-            # an overflow becomes Inf, as with Horovod: nobody would keep what saturation cuts off
-            torch._foreach_copy_(staging.views, grads)
-            return
-        kept = feedback.begin(bucket)
-        x = kept.clone()
-        torch._foreach_add_(shaped(x, bucket), [grad.to(torch.float32) for grad in grads])
-        payload = staging.flat[: bucket.numel]
-        _linear(bucket.parts[0]).encode(x, payload)
-        x.sub_(payload)
-        # Layer by layer: one that holds a NaN keeps its last good residual, and the NaN is sent
-        for new, old in zip(split(x, bucket.layers), split(kept, bucket.layers), strict=True):
-            if new.isfinite().all():
-                old.copy_(new)
+    def _encode(self, bucket: Bucket, work: list[Tensor]) -> tuple[list[Tensor], npt.NDArray[np.bool_]]:
+        """The codes of each part of the bucket, and which layers are finite here.
 
-    def _encode(self, bucket: Bucket, work: list[Tensor]) -> Tensor:
-        """One frame with the codes of all layers of the bucket."""
-        x = self._feedback[bucket.index].begin(bucket)
+        A lone part's codes leave room for the frame's header, which saves copying them.
+        """
+        memory = self._memory[bucket.index]
+        x, adds = memory.begin(bucket, work, self._step)
         offsets = self._staged[bucket.index].offsets
         codes: list[Tensor] = []
+        fine = np.ones(len(work), np.bool_)
         energy = sent = 0.0
         for part in bucket.parts:
+            layers = [layer.index for layer in bucket.layers[part.start : part.stop]]
             code, stats = _gathered(part).compress_layers_(
                 x,
                 offsets[part.start : part.stop + 1],
                 part.levels,
-                work[part.start : part.stop],
-                # a lone part leaves room for the header, which saves copying the codes
-                reserve=wire.HEADER_BYTES if len(bucket.parts) == 1 else 0,
+                adds[part.start : part.stop],
+                keys=keys.layer_keys(self.seed, self.rank, self._step, layers),
+                reserve=_room(bucket),
+                state=self.states.get(part.compressor.state_key),
             )
             codes.append(code)
+            fine[part.start : part.stop] = ~stats.nonfinite
             energy += float(stats.energy.sum())
             sent += float(stats.sent.sum())
-        self._meter.bucket(bucket.index, energy=energy, sent=sent)
-        frame = codes[0] if len(codes) == 1 else wire.join_parts(codes)
-        wire.write_header(frame, bucket.index, len(bucket.layers))
-        return frame
+        self.meter.bucket(bucket.index, energy=energy, sent=sent)
+        memory.commit(bucket, x, work, fine.tolist(), self._step)
+        return codes, fine
+
+    def _clear_sent(self, bucket: Bucket, codes: list[Tensor], good: list[bool]) -> None:
+        """Let the memory clear where this rank has sent something."""
+
+        def clear(views: Sequence[Tensor]) -> None:
+            for part, code in zip(bucket.parts, codes, strict=True):
+                compressor = part.compressor
+                assert isinstance(compressor, ClearsSent), part
+                compressor.clear_layers_(code[_room(bucket) :], views[part.start : part.stop])
+
+        self._memory[bucket.index].clear_sent(bucket, clear, good)
+
+    def _restore(
+        self,
+        bucket: Bucket,
+        codes: list[Tensor],
+        local: list[Tensor],
+        undo: npt.NDArray[np.bool_],
+    ) -> None:
+        """Take back what was committed for layers that were finite here but not on another rank."""
+        for part, code in zip(bucket.parts, codes, strict=True):
+            if not undo[part.start : part.stop].any():
+                continue
+            own = [torch.zeros_like(each) for each in local[part.start : part.stop]]
+            _gathered(part).decompress_layers_add_(code[_room(bucket) :], own, 1.0)
+            for position in (p for p in range(part.start, part.stop) if undo[p]):
+                self._memory[bucket.index].restore(
+                    bucket, position, local[position].view(-1), own[position - part.start].view(-1)
+                )
 
 
 _WAYS = {
-    Collective.REDUCE: Exchange._reduce,
-    Collective.TWO_SHOT: Exchange._two_shot,
+    Collective.REDUCE: Exchange._linear,
+    Collective.TWO_SHOT: Exchange._linear,
     Collective.GATHER: Exchange._gather,
     Collective.SPARSE: Exchange._sparse,
 }
+
+
+def _advance(
+    rounds: list[Rounds | None], pending: list[list[Tensor]], reduced: Tensor
+) -> list[list[Tensor]]:
+    """Hand each compressor its reduced tensors; returns what they send next.
+
+    One that needs fewer rounds than the others becomes None and sends nothing in the later ones.
+    """
+    pieces = iter(torch.split(reduced, [tensor.numel() for some in pending for tensor in some]))
+    following: list[list[Tensor]] = []
+    for position, each in enumerate(rounds):
+        sends: list[Tensor] = []
+        if each is not None:
+            try:
+                sends = each.send([next(pieces) for _ in pending[position]])
+            except StopIteration:
+                rounds[position] = None
+        following.append(sends)
+    return following
+
+
+def _is_own_buffer(bucket: Bucket, grads: list[Tensor]) -> bool:
+    """Whether the one gradient of the bucket can be summed where it is, without a copy."""
+    return len(grads) == 1 and grads[0].dtype == bucket.dtype and grads[0].is_contiguous()
+
+
+def _room(bucket: Bucket) -> int:
+    """Bytes in front of a part's codes: of the frame's header, where the part is alone."""
+    return wire.HEADER_BYTES if len(bucket.parts) == 1 else 0
+
+
+def _framed(codes: list[Tensor], bucket: Bucket, fine: npt.NDArray[np.bool_]) -> Tensor:
+    """One frame with the codes of all parts of the bucket."""
+    frame = codes[0] if len(codes) == 1 else wire.join_parts(codes)
+    wire.write_header(frame, bucket.index, len(bucket.layers), nonfinite=not fine.all())
+    return frame
 
 
 def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -264,8 +407,13 @@ def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [view.view(layer.shape) for view, layer in zip(views, bucket.layers, strict=True)]
 
 
-def _linear(part: Part) -> CastCompressor:
-    assert isinstance(part.compressor, CastCompressor), part
+def _shaped_like(tensors: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Views of the tensors in their layers' shapes."""
+    return [tensor.view(layer.shape) for tensor, layer in zip(tensors, bucket.layers, strict=True)]
+
+
+def _linear(part: Part) -> LinearCompressor:
+    assert isinstance(part.compressor, LinearCompressor), part
     return part.compressor
 
 

@@ -1,123 +1,516 @@
 """Feedback: what happens to what compression left out.
 
-A rule owns the flat buffers in which a bucket's layers are compressed. Because a compressor leaves in
-its input exactly what it did not send, error feedback needs no arithmetic of its own: the buffer is
-the residual, and the next gradient is added to it.
+A rule is a frozen dataclass of options; its *memory* owns the flat buffers in which a bucket's layers
+are compressed. Because a compressor leaves in its input exactly what it did not send, error feedback
+needs no arithmetic of its own: the buffer is the residual, and the next gradient is added to it.
+
+One step of a bucket calls, in this order:
+
+* :meth:`Memory.begin` gives the buffer and what the compressor is to add to it;
+* :meth:`Memory.commit` takes the remainder that the compressor left in the buffer;
+* :meth:`Memory.finish` sees what all ranks together have sent, and changes it where the rule says so;
+* :meth:`Memory.restore` takes back what was done for layers that were not finite on some rank.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hvd_adaptive import keys, specs
 from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.layers import Layer
 
+Kept: TypeAlias = dict[str, dict[str, Tensor]]
+"""What is kept of each layer: 1-D tensors by layer and slot."""
 
+RESIDUAL = "residual"
+"""The slot of gradient mass that has not been sent."""
+
+
+@dataclass(frozen=True)
 class Feedback(ABC):
-    """Prepares the tensor that is compressed, and keeps what is left of it.
-
-    One instance serves one optimizer on one rank. Buckets may be rebuilt during training
-    (:meth:`attach`); what is kept of a layer follows the layer.
-    """
+    """A rule and its options."""
 
     name: ClassVar[str]
-    keeps: ClassVar[bool]
+    keeps: ClassVar[bool] = True
     """Whether anything is kept from one step to the next."""
+    for_dense: ClassVar[bool] = False
+    """Whether layers that are not compressed follow the rule too."""
+    needs_selection: ClassVar[bool] = False
+    """Whether the rule works only with compressors that send some elements and leave the others."""
+    in_warmup: ClassVar[bool] = False
+    """Whether the rule is followed from the first dense step on."""
 
-    def __init__(self) -> None:
-        self._flats: dict[int, Tensor] = {}
+    @property
+    def needs_all(self) -> bool:
+        """Whether all gradients must be there before the first of them is sent."""
+        return False
 
     @abstractmethod
-    def attach(self, buckets: Sequence[Bucket], kept: dict[str, Tensor]) -> None:
-        """Make buffers for ``buckets``; take from ``kept`` (by layer name) what belongs in them."""
+    def memory(self, situation: Situation) -> Memory:
+        """The buffers of one optimizer on one rank, still empty."""
+
+
+@dataclass
+class Situation:
+    """What a memory may ask about the run.
+
+    Args:
+        rate: the learning rate of a layer, by its index.
+        ranks: number of ranks.
+        seed: of the run.
+        rank: of the process.
+        rates: the rate with which each layer's residual was kept (by name), where a rule looks at it.
+    """
+
+    rate: Callable[[int], float]
+    ranks: Callable[[], int]
+    seed: int = 0
+    rank: int = 0
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+class Memory(ABC):
+    """What one rank keeps of its layers between steps.
+
+    Buckets may be rebuilt during training (:meth:`attach`); what is kept of a layer follows the layer.
+    """
+
+    slots: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+
+    def __init__(self, situation: Situation, dtype: torch.dtype = torch.float32) -> None:
+        self._situation = situation
+        self._dtype = dtype
+        self._flats: dict[tuple[str, int], Tensor] = {}
+        self._buckets: tuple[Bucket, ...] = ()
+
+    def attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
+        """Make buffers for ``buckets``; take from ``kept`` what belongs in them."""
+        self._buckets = tuple(buckets)
+        self._flats = {}
+        for bucket in buckets:
+            for slot in self.slots:
+                flat = torch.zeros(bucket.numel, dtype=self._dtype, device=bucket.device)
+                self._flats[slot, bucket.index] = flat
+                for layer, view in zip(bucket.layers, split(flat, bucket.layers), strict=True):
+                    if slot in kept.get(layer.name, {}):
+                        view.copy_(kept[layer.name].pop(slot))
+
+    def kept(self) -> Kept:
+        """What is kept of each layer: views, not copies."""
+        return {
+            layer.name: {slot: self.views(slot, bucket)[position] for slot in self.slots}
+            for bucket in self._buckets
+            for position, layer in enumerate(bucket.layers)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    def views(self, slot: str, bucket: Bucket) -> list[Tensor]:
+        """The layers in one of the bucket's buffers."""
+        return split(self._flats[slot, bucket.index], bucket.layers)
+
+    def survey(self, grads: Mapping[int, Tensor]) -> None:
+        """Look at all gradients (by layer index) before the first bucket begins."""
+        del grads
 
     @abstractmethod
-    def begin(self, bucket: Bucket) -> Tensor:
-        """The flat float32 buffer to which the compressor adds the bucket's gradients."""
+    def begin(
+        self, bucket: Bucket, grads: Sequence[Tensor], step: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The flat float32 buffer that is compressed, and what is added to its layers first."""
 
-    @abstractmethod
-    def residuals(self) -> dict[str, Tensor]:
-        """What is kept of each layer (1-D float32, by name): views, not copies."""
+    def commit(
+        self, bucket: Bucket, x: Tensor, grads: Sequence[Tensor], good: Sequence[bool], step: int
+    ) -> None:
+        """Keep the remainder in ``x``; layers that are not ``good`` are as :meth:`begin` gave them."""
+        del bucket, x, grads, good, step
+
+    def finish(self, bucket: Bucket, outs: Sequence[Tensor], good: Sequence[bool]) -> None:
+        """What was reduced is in ``outs``; layers that are not ``good`` were NaN on some rank."""
+        del bucket, outs, good
+
+    def clear_sent(
+        self, bucket: Bucket, clear: Callable[[Sequence[Tensor]], None], good: Sequence[bool]
+    ) -> None:
+        """``clear`` sets those elements of a list of layers to 0 that this rank has sent."""
+        del bucket, clear, good
+
+    def restore(
+        self,
+        bucket: Bucket,
+        position: int,
+        grad: Tensor,
+        own: Tensor | None,
+    ) -> None:
+        """Go back to the state before the step, for one layer that was not finite on some rank.
+
+        Args:
+            bucket: the bucket.
+            position: of the layer in it.
+            grad: this rank's gradient.
+            own: what this rank has sent; None where the remainder was not committed.
+        """
+        del bucket, position, grad, own
 
 
+# --- none -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class NoFeedback(Feedback):
     """What was left out is dropped. Memory: one float32 buffer for each bucket that is coded."""
 
     name = "none"
     keeps = False
 
-    def attach(self, buckets: Sequence[Bucket], kept: dict[str, Tensor]) -> None:
-        """Nothing is taken: what is kept of these layers goes out with their next gradient."""
-        del buckets, kept
-        self._flats = {}
-
-    def begin(self, bucket: Bucket) -> Tensor:
-        """The buffer, cleared; made on demand, because buckets that are only summed need none."""
-        if bucket.index not in self._flats:
-            self._flats[bucket.index] = _zeros(bucket)
-        return self._flats[bucket.index].zero_()
-
-    def residuals(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
+    def memory(self, situation: Situation) -> Memory:
+        """Scratch space only."""
+        return _Scratch(situation)
 
 
+class _Scratch(Memory):
+    """Buffers that are cleared at each use, made on demand: buckets that are only summed need none."""
+
+    slots = ()
+
+    def begin(
+        self, bucket: Bucket, grads: Sequence[Tensor], step: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Zeros, and the gradients."""
+        del step
+        flat = self._flats.get(("", bucket.index))
+        if flat is None:
+            flat = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
+            self._flats["", bucket.index] = flat
+        return flat.zero_(), grads
+
+
+# --- error feedback -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class ErrorFeedback(Feedback):
     """What was left out is added to the next gradient.
 
-    Memory: one float32 a gradient element. Source: Seide et al., "1-Bit Stochastic Gradient Descent"
-    (Interspeech 2014); Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019).
+    Memory: one residual a gradient element, of 4 or 2 bytes. Source: Seide et al., "1-Bit Stochastic
+    Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML
+    2019).
+
+    Args:
+        decay: what the residual is multiplied with before the gradient is added: 1 keeps all of it,
+            less forgets old gradients.
+        dtype: ``fp32``, or ``bf16`` for half the memory. A bf16 residual is rounded at random, so that
+            small gradients are added up in expectation instead of being rounded away.
+        lr_correction: multiply the residual by the ratio of the last learning rate to this one, so
+            that an old gradient counts with the rate of its own step.
+
+    Raises:
+        ValueError: a decay outside (0, 1], or another dtype.
     """
 
+    decay: float = 1.0
+    dtype: str = "fp32"
+    lr_correction: bool = False
+
     name = "ef"
-    keeps = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._residuals: dict[str, Tensor] = {}
+    def __post_init__(self) -> None:
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(
+                f"ef: decay must lie in (0, 1], got {self.decay}: 1 keeps the residual whole"
+            )
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"ef: dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
 
-    def attach(self, buckets: Sequence[Bucket], kept: dict[str, Tensor]) -> None:
-        """Lay the residuals of each bucket side by side."""
-        self._flats = {bucket.index: _zeros(bucket) for bucket in buckets}
-        self._residuals = {}
-        for bucket in buckets:
-            views = split(self._flats[bucket.index], bucket.layers)
-            for layer, view in zip(bucket.layers, views, strict=True):
-                if layer.name in kept:
-                    view.copy_(kept.pop(layer.name))
-                self._residuals[layer.name] = view
-
-    def begin(self, bucket: Bucket) -> Tensor:
-        """The residual itself."""
-        return self._flats[bucket.index]
-
-    def residuals(self) -> dict[str, Tensor]:
-        """The residual of each layer."""
-        return dict(self._residuals)
+    def memory(self, situation: Situation) -> Memory:
+        """Residuals."""
+        return _Residuals(self, situation)
 
 
-REGISTRY: Mapping[str, type[Feedback]] = {rule.name: rule for rule in (NoFeedback, ErrorFeedback)}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def check_name(name: str | None) -> str | None:
-    """Return ``name``; ValueError, listing the rules, if there is none of that name."""
-    if name is not None and name not in REGISTRY:
-        raise ValueError(
-            f"unknown feedback {name!r}: the rules are {', '.join(REGISTRY)}; None lets each "
-            "compressor choose (ef for biased ones)"
-        )
-    return name
+class _Residuals(Memory):
+    """The residuals of error feedback."""
+
+    def __init__(self, rule: ErrorFeedback, situation: Situation) -> None:
+        super().__init__(situation, _DTYPES[rule.dtype])
+        self._rule = rule
+
+    def begin(
+        self, bucket: Bucket, grads: Sequence[Tensor], step: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The residual itself (a float32 copy of it where it is kept in bf16), and the gradients."""
+        del step
+        x = self._flats[RESIDUAL, bucket.index].to(torch.float32)
+        if self._rule.decay != 1.0:
+            x.mul_(self._rule.decay)
+        if self._rule.lr_correction:
+            for layer, view in zip(bucket.layers, split(x, bucket.layers), strict=True):
+                now = self._situation.rate(layer.index)
+                before = self._situation.rates.get(layer.name, now)
+                if now > 0.0:  # at a rate of 0 nothing is applied, and nothing is to be corrected
+                    view.mul_(before / now)
+                    self._situation.rates[layer.name] = now
+        return x, grads
+
+    def commit(
+        self, bucket: Bucket, x: Tensor, grads: Sequence[Tensor], good: Sequence[bool], step: int
+    ) -> None:
+        """Round what is kept in bf16; float32 was changed in place."""
+        del grads, good
+        kept = self._flats[RESIDUAL, bucket.index]
+        if kept.dtype == torch.bfloat16:
+            situation = self._situation
+            (key,) = keys.layer_keys(situation.seed, situation.rank, step, [-1 - bucket.index])
+            round_at_random_(kept, x, int(key))
+
+    def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
+        """Remainder + what was sent - gradient; what that leaves of rounding alone becomes 0."""
+        if own is None:
+            return
+        kept = self.views(RESIDUAL, bucket)[position]
+        total = kept.float() + own
+        back = total - grad
+        back[back.abs() <= 2.0**-22 * grad.abs()] = 0.0
+        kept.copy_(back)
+
+
+def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
+    """Round float32 ``x`` to bfloat16 ``out`` so that the expectation is ``x``.
+
+    Args:
+        out: bfloat16, 1-D.
+        x: float32, 1-D, finite or not; values beyond bfloat16's range saturate.
+        key: of the random numbers.
+
+    Example:
+        >>> out = torch.empty(10_000, dtype=torch.bfloat16)
+        >>> round_at_random_(out, torch.full((10_000,), 1.001), key=1)
+        >>> sorted(set(out.tolist())), round(out.double().mean().item(), 3)
+        ([1.0, 1.0078125], 1.001)
+    """
+    generator = torch.Generator(x.device).manual_seed(key & (2**63 - 1))
+    limit = torch.finfo(torch.bfloat16).max
+    bits = x.clamp(-limit, limit).view(torch.int32)
+    # the top 16 bits are the bfloat16; a random number below one unit of them carries into it in
+    # proportion to what the lower bits hold, and never past the largest finite, whose lower bits are 0
+    noise = torch.randint(
+        0, 1 << 16, bits.shape, generator=generator, dtype=torch.int32, device=x.device
+    )
+    out.view(torch.int16).copy_((bits + noise) >> 16)
+
+
+# --- EF21 -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EF21(Feedback):
+    """Every rank keeps an estimate of its gradient and sends what the estimate lacks.
+
+    Rank m sends ``c = C(g - h)`` and adds it to its estimate ``h``; all step with the mean of the
+    estimates, ``H``. Estimates start from the last gradient of the dense warm-up (from 0 without one).
+    Memory: two float32 a gradient element. For biased compressors; converges without bounded
+    gradients. Source: Richtarik, Sokolov and Fatkhullin, "EF21" (NeurIPS 2021), algorithm 1, layer by
+    layer as in Kimad (Xin et al., 2023).
+    """
+
+    name = "ef21"
+    in_warmup = True
+
+    def memory(self, situation: Situation) -> Memory:
+        """Estimates and their mean."""
+        return _Estimates(situation)
+
+
+class _Estimates(Memory):
+    """``-h`` in the place of a residual: with the gradient added it is what is to be compressed."""
+
+    slots = ("estimate", "mean")
+
+    def begin(
+        self, bucket: Bucket, grads: Sequence[Tensor], step: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """``-h``, and the gradients. A bucket that is sent whole starts from 0: that is exact."""
+        del step
+        estimate = self._flats["estimate", bucket.index]
+        if all(part.compressor.name == "none" for part in bucket.parts):
+            estimate.zero_()
+            self._flats["mean", bucket.index].zero_()
+        return estimate, grads
+
+    def commit(
+        self, bucket: Bucket, x: Tensor, grads: Sequence[Tensor], good: Sequence[bool], step: int
+    ) -> None:
+        """The remainder is ``g - h - c``: less ``g`` it is ``-(h + c)``."""
+        del x, step
+        for view, grad, fine in zip(self.views("estimate", bucket), grads, good, strict=True):
+            if fine:
+                view.sub_(grad.reshape(-1))
+
+    def finish(self, bucket: Bucket, outs: Sequence[Tensor], good: Sequence[bool]) -> None:
+        """``H`` grows by what was sent, and is what all step with."""
+        for view, out, fine in zip(self.views("mean", bucket), outs, good, strict=True):
+            if fine:
+                out.copy_(view.add_(out.view(-1)).view_as(out))
+
+    def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
+        """Take from ``h`` what was sent."""
+        del grad
+        if own is not None:
+            self.views("estimate", bucket)[position].add_(own)
+
+
+# --- momentum correction --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Feedback):
+    """Momentum is applied before compression, to the local gradient: Deep Gradient Compression.
+
+    ``u = momentum * u + g; v = v + u``; the top of ``v`` is sent; where an element was sent, ``u`` and
+    ``v`` become 0. The wrapped optimizer must then have no momentum of its own. Layers that are not
+    compressed send ``u`` whole. Memory: two float32 a gradient element. Source: Lin et al., "Deep
+    Gradient Compression" (ICLR 2018), sections 3.1 to 3.3.
+
+    Args:
+        momentum: factor of the velocity ``u``, in [0, 1).
+        masking: clear ``u`` where an element was sent (momentum factor masking), so that stale
+            momentum does not carry weights in the wrong direction.
+        clip: clip the norm of each rank's whole gradient at ``clip / sqrt(ranks)`` before it is
+            added; 0 does not. Clipping waits for all gradients, so nothing is sent during the
+            backward pass.
+
+    Raises:
+        ValueError: a momentum outside [0, 1), or a negative clip.
+    """
+
+    momentum: float = 0.9
+    masking: bool = True
+    clip: float = 0.0
+
+    name = "dgc"
+    for_dense = True
+    in_warmup = True
+    needs_selection = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"dgc: momentum must lie in [0, 1), got {self.momentum}")
+        if not 0.0 <= self.clip < math.inf:
+            raise ValueError(f"dgc: clip is the largest norm of a gradient, or 0, got {self.clip}")
+
+    @property
+    def needs_all(self) -> bool:
+        """The norm of the whole gradient does."""
+        return self.clip > 0.0
+
+    def memory(self, situation: Situation) -> Memory:
+        """Residuals and velocities."""
+        return _Velocities(self, situation)
+
+
+class _Velocities(Memory):
+    """``v`` in the place of the residual, ``u`` in that of the gradient."""
+
+    slots = (RESIDUAL, "velocity")
+
+    def __init__(self, rule: MomentumCorrection, situation: Situation) -> None:
+        super().__init__(situation)
+        self._rule = rule
+        self._factor = 1.0
+
+    def survey(self, grads: Mapping[int, Tensor]) -> None:
+        """Find the factor that clips the whole gradient; one that is not finite is not clipped."""
+        if not self._rule.clip:
+            return
+        squares = sum(float(grad.double().square().sum()) for grad in grads.values())
+        limit = self._rule.clip / math.sqrt(self._situation.ranks())
+        norm = math.sqrt(squares) if math.isfinite(squares) else 0.0
+        self._factor = min(1.0, limit / norm) if norm > 0.0 else 1.0
+
+    def begin(
+        self, bucket: Bucket, grads: Sequence[Tensor], step: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """``v``, and the velocities; a gradient that is not finite stands for itself."""
+        del step
+        adds: list[Tensor] = []
+        for grad, velocity in zip(grads, self.views("velocity", bucket), strict=True):
+            flat = grad.reshape(-1)
+            if all_finite(flat):
+                velocity.mul_(self._rule.momentum).add_(flat, alpha=self._factor)
+                adds.append(velocity)
+            else:
+                adds.append(flat)
+        return self._flats[RESIDUAL, bucket.index], adds
+
+    def clear_sent(
+        self, bucket: Bucket, clear: Callable[[Sequence[Tensor]], None], good: Sequence[bool]
+    ) -> None:
+        """Factor masking; layers that are to be restored are left alone."""
+        if self._rule.masking:
+            views = self.views("velocity", bucket)
+            clear([v if fine else v.clone() for v, fine in zip(views, good, strict=True)])
+
+    def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
+        """``v = remainder + sent - u``, then ``u = (u - g) / momentum``."""
+        flat = grad.reshape(-1)
+        if not all_finite(flat):
+            return  # nothing was done on this rank
+        velocity = self.views("velocity", bucket)[position]
+        if own is not None:
+            self.views(RESIDUAL, bucket)[position].add_(own).sub_(velocity)
+        if self._rule.momentum:
+            velocity.sub_(flat, alpha=self._factor).div_(self._rule.momentum)
+        else:
+            velocity.zero_()
+
+
+REGISTRY: Mapping[str, type[Feedback]] = {
+    rule.name: rule for rule in (NoFeedback, ErrorFeedback, EF21, MomentumCorrection)
+}
+
+
+def parse(spec: str | Feedback | None) -> Feedback | None:
+    """Make a rule of ``"name"`` or ``"name:option=value"``; None stays None.
+
+    Raises:
+        ValueError: unknown name or option, or a value that does not fit.
+        TypeError: not a specification of a rule.
+
+    Example:
+        >>> parse("ef:dtype=bf16")
+        ErrorFeedback(decay=1.0, dtype='bf16', lr_correction=False)
+    """
+    if spec is None or isinstance(spec, Feedback):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"feedback must be text such as 'ef' or 'ef:decay=0.9', or None, got {spec!r}")
+    return specs.read("feedback", REGISTRY, spec)
+
+
+def format_rule(rule: Feedback) -> str:
+    """The text that :func:`parse` reads back as an equal rule: its name, and what is not default.
+
+    Example:
+        >>> format_rule(ErrorFeedback()), format_rule(ErrorFeedback(decay=0.9))
+        ('ef', 'ef:decay=0.9')
+    """
+    return specs.write(rule.name, rule, defaults=False)
 
 
 def split(flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
     """Views of the layers that stand side by side in ``flat``."""
     return list(torch.split(flat, [layer.numel for layer in layers]))
-
-
-def _zeros(bucket: Bucket) -> Tensor:
-    return torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_adaptive.compressors import Compression, Compressor, NoCompression, format_spec
+from hvd_adaptive.compressors import Compression, NoCompression
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Plan
 from hvd_adaptive.reducer import Options, Reducer
 from hvd_adaptive.routing import Choice, Spec
@@ -47,12 +48,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     sparse_as_dense: bool = False,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     *,
-    feedback: str | None = None,
+    feedback: str | Feedback | None = None,
     planner: None = None,
     warmup_steps: int = 0,
     bucket_cap_mb: float = 25.0,
     telemetry: Telemetry | str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Spec] | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Wrap a torch optimizer so that it steps with gradients reduced over all ranks.
 
@@ -72,18 +74,21 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         groups: parameters whose gradients travel together: lists of tensors, or a number of groups.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks to reduce over; other ranks step with their own gradients.
-        feedback: ``"ef"``, ``"none"``, or None for what each compressor needs.
+        feedback: ``"ef"``, ``"ef21"``, ``"dgc"`` or ``"none"``, with options as in ``"ef:decay=0.9"``,
+            or None for what each compressor needs.
         planner: must be None; levels are those that ``compression`` and ``overrides`` name.
         warmup_steps: steps at the start that send dense gradients.
         bucket_cap_mb: dense MiB at which a bucket is closed.
         telemetry: folder for TensorBoard and JSON lines, or a :class:`Telemetry`.
         overrides: compressors by parameter name pattern, as in ``{"*.bias": "none"}``; the first
             pattern that matches counts.
+        seed: of random rounding and random selection.
 
     Returns:
         An optimizer of a class derived from ``optimizer``'s, with beside its own methods
         ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step()``, ``plan``,
-        ``meter``, ``compression_state_dict()`` and ``load_compression_state_dict()``.
+        ``meter``, ``set_compression()``, ``feedback_bytes``, ``compression_state_dict()`` and
+        ``load_compression_state_dict()``.
 
     Raises:
         ValueError: an argument is out of range, a name is unknown, or ranks disagree; on all ranks.
@@ -121,6 +126,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         named = _named(optimizer, named_parameters)
         choice = Choice.of(_from_horovod(compression), overrides, feedback)
         choice.check_patterns([name for name, _ in named])
+        _check_momentum(choice, optimizer)
         if op == hvd.Adasum and not _is_plain(choice, warmup_steps):
             raise ValueError(
                 "op=Adasum combines whole gradients: it works only with compression='none' and "
@@ -138,6 +144,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     def digest(built: tuple[Choice, Options, list[tuple[str, Parameter]]]) -> dict[str, str]:
         return {
             "op": _OPERATIONS.get(op, str(op)),
+            "seed": str(seed),
             "gradient_predivide_factor": str(gradient_predivide_factor),
             **_digest(*built),
         }
@@ -156,7 +163,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     meter = Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
     meter.configuration(_configuration(digest((choice, options, named)), ranks))
     transport = Transport(op, process_set, gradient_predivide_factor)
-    exchange = Exchange(transport, meter, f"hva.{number}")
+    exchange = Exchange(transport, meter, f"hva.{number}", seed, hvd.rank())
     reducer = Reducer(named, choice, options, control, exchange, active)
     reduce_loss = functools.partial(_mean, f"hva.{number}.loss", process_set) if active else None
     return _wrap(optimizer, reducer, meter, named, reduce_loss)
@@ -277,6 +284,28 @@ class _Methods:
         """Compressor, level and bytes of every layer; prints as a table."""
         return self._reducer.plan
 
+    @property
+    def feedback_bytes(self) -> int:
+        """Memory on this rank of what feedback keeps from one step to the next."""
+        return self._reducer.memory_bytes
+
+    def set_compression(self, compression: Spec, overrides: Mapping[str, Spec] | None = None) -> None:
+        """Compress in another way from the next step on; residuals and warm starts stay.
+
+        Every rank calls it, between the same two steps, with the same arguments.
+
+        Args:
+            compression: as in :func:`DistributedOptimizer`.
+            overrides: as in :func:`DistributedOptimizer`; they replace the earlier ones.
+
+        Raises:
+            ValueError: an unknown name or option, or ranks that disagree; on all ranks.
+            RuntimeError: gradients have arrived that have not been reduced.
+        """
+        self._reducer.choose(
+            lambda before: Choice.of(_from_horovod(compression), overrides, before.feedback)
+        )
+
     def compression_state_dict(self) -> dict[str, Any]:
         """This rank's compression state (its residuals): save one a rank beside the model."""
         return self._reducer.state_dict()
@@ -308,9 +337,15 @@ def _wrap(
     wrapped._synchronized = False
     wrapped._should_synchronize = True
     wrapped._steps = 0
+    alive = weakref.ref(wrapped)
+    reducer.param_groups = lambda: _groups_of(alive())
     weakref.finalize(wrapped, reducer.close)
     result: torch.optim.Optimizer = wrapped
     return result
+
+
+def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else optimizer.param_groups
 
 
 _NOT_METHODS = ("__dict__", "__weakref__", "__annotations__", "__doc__")
@@ -337,6 +372,17 @@ def _check(passes: int, op: int, predivide: float, planner: None) -> None:
         raise ValueError(
             f"planner={planner!r}: this version has no planners; choose levels by compression= and "
             "overrides="
+        )
+
+
+def _check_momentum(choice: Choice, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse momentum that would be applied twice."""
+    if choice.feedback is None or not choice.feedback.for_dense:
+        return
+    if any(group.get("momentum", 0.0) for group in optimizer.param_groups):
+        raise ValueError(
+            f"feedback {choice.feedback.name!r} applies momentum before compression: build the "
+            "optimizer with momentum=0 and write feedback='dgc:momentum=0.9'"
         )
 
 
@@ -420,17 +466,12 @@ def _from_horovod(compression: Any) -> Spec:
 
 def _is_plain(choice: Choice, warmup_steps: int) -> bool:
     """Whether nothing is compressed at all."""
-    compressors: list[Compressor] = [choice.compressor, *(row[1] for row in choice.overrides)]
-    return all(isinstance(each, NoCompression) for each in compressors) and warmup_steps == 0
+    return all(isinstance(each, NoCompression) for each in choice.compressors) and warmup_steps == 0
 
 
 def _digest(choice: Choice, options: Options, named: Sequence[tuple[str, Parameter]]) -> dict[str, str]:
     """What must be equal on all ranks, by what a message should call it."""
-    digest = {
-        "compression": format_spec(choice.compressor),
-        "overrides": ", ".join(f"{key}={format_spec(spec)}" for key, spec in choice.overrides),
-        "feedback": str(choice.feedback),
-    }
+    digest = choice.digest()
     digest.update({key: str(value) for key, value in vars(options).items()})
     for name, parameter in named:
         digest[f"parameter {name!r}"] = f"{parameter.dtype} {tuple(parameter.shape)}"

@@ -17,14 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
 from hvd_adaptive.buckets import Bucket, build_buckets
-from hvd_adaptive.compressors import NoCompression
+from hvd_adaptive.compressors import Learner, format_spec, parse
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.feedback import RESIDUAL, Kept, Memory, Situation
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import Plan
 from hvd_adaptive.routing import Choice, make_plan
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 _NO_BUCKET = -1
 
@@ -79,7 +80,8 @@ class Reducer:
         self._options = options
         self._control = control
         self._exchange = exchange
-        self._rules = {name: rule() for name, rule in feedback_rules.REGISTRY.items()}
+        self._memories: dict[str, Memory] = {}
+        self._situation = Situation(self._rate, lambda: control.size, exchange.seed, exchange.rank)
         self._names: list[str] = []
         self._params: list[Parameter] = []
         self._hooks: list[RemovableHandle | None] = []
@@ -92,9 +94,15 @@ class Reducer:
         self._sparse: frozenset[str] = frozenset()
         self._densified: dict[int, Tensor] = {}
         # layers that were frozen since the last step and took part in this one with zeros
-        self._frozen: list[int] = []
-        # residuals of layers that no feedback rule keeps any more: sent with the next gradient
-        self._carry: dict[str, Tensor] = {}
+        self._frozen: dict[int, None] = {}
+        # what was kept of layers whose rule no longer does: residuals are sent with the next gradient
+        self._carry: Kept = {}
+        # feedback rules that must see all gradients before the first is sent
+        self._surveyed: set[str] = set()
+        self._learn_next = False
+        self._rates: tuple[float, ...] = ()
+        self.param_groups: Callable[[], list[dict[str, Any]]] = list
+        """The optimizer's parameter groups, for their learning rates."""
         self._buckets: tuple[Bucket, ...] | None = None
         self._bucket_of: list[int] = []
         self._added = False
@@ -174,12 +182,14 @@ class Reducer:
         if position == _NO_BUCKET:
             return
         self._waiting[position] -= 1
-        if position == self._next:
+        if position == self._next and not self._surveyed:
             self._launch_complete(self._buckets)
 
     def _begin(self) -> None:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
         self.touched = True
+        self._exchange.begin_step(self.rounds)
+        self._collect()
         changed = [self._watch(index) for index in range(len(self._params))]
         if self._control.size != self._laid_out_for:
             # the first step, or an elastic run that has gained or lost ranks
@@ -187,7 +197,41 @@ class Reducer:
         else:
             # A rank that lays out anew alone would wait for the others for ever, and they for it: so
             # all of them go on as before, and hear at the end of this step that one has changed.
-            self._exchange.vote(self._added or any(changed))
+            self._exchange.vote(self._added or any(changed), self._rate_fell())
+
+    def _collect(self) -> None:
+        """Have compressors collect statistics in this step, if it is one that they learn from."""
+        step = self.rounds - self._options.warmup_steps
+        for learner in self._learners():
+            learner.collecting = step >= 0 and (self._learn_next or learner.due(step))
+
+    def _learners(self) -> list[Learner]:
+        """The learning states, in the same order on all ranks."""
+        return [state for state in self._exchange.states.values() if isinstance(state, Learner)]
+
+    def _learn(self) -> None:
+        """Let the first rank make of all ranks' statistics what every rank then uses."""
+        self._learn_next = False
+        for learner in self._learners():
+            if not learner.collecting:
+                continue
+            learner.collecting = False
+            everyone = self._control.allgather(learner.statistics())
+            learner.adopt(self._control.decide(functools.partial(learner.fit, everyone)))
+
+    def _rate_fell(self) -> bool:
+        """Whether a learning rate is lower than at the step before."""
+        before = self._rates
+        self._rates = tuple(float(group.get("lr", 0.0)) for group in self.param_groups())
+        return any(now < then for now, then in zip(self._rates, before, strict=False))
+
+    def _rate(self, index: int) -> float:
+        """The learning rate of a layer; 0 where the optimizer has none."""
+        parameter = self._params[index]
+        for group in self.param_groups():
+            if any(member is parameter for member in group["params"]):
+                return float(group.get("lr", 0.0))
+        return 0.0
 
     # --- launching --------------------------------------------------------------------------------
 
@@ -204,9 +248,9 @@ class Reducer:
         grads = [self._dense_grad(layer.index) for layer in bucket.layers]
         if self._carry:
             for layer, grad in zip(bucket.layers, grads, strict=True):
-                kept = self._carry.pop(layer.name, None)
-                if kept is not None:
-                    grad.add_(kept.view(layer.shape))
+                residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
+                if residual is not None:
+                    grad.add_(residual.view(layer.shape))
         self._exchange.start(bucket, grads)
 
     def _dense_grad(self, index: int) -> Tensor:
@@ -235,7 +279,7 @@ class Reducer:
         parameter = self._params[index]
         if not self._trained[index]:
             parameter.grad = None
-            self._frozen.append(index)
+            self._frozen[index] = None
         return parameter
 
     # --- the end of a step ------------------------------------------------------------------------
@@ -259,8 +303,11 @@ class Reducer:
                 self._complete()
             else:
                 self._complete()
-                if self._exchange.voted():
+                adapt, fell = [*self._exchange.voted(), False, False][:2]
+                if adapt:
                     self._adapt()
+                self._learn_next = fell
+            self._learn()
         except HorovodInternalError:
             self._exchange.abandon()
             self.reset()
@@ -269,16 +316,31 @@ class Reducer:
         self._restore_layouts()
         self.rounds += 1
         self._rearm()
-        if self.rounds == self._options.warmup_steps:
+        step = self.rounds - self._options.warmup_steps
+        if step == 0 or (step > 0 and self._choice.changes_at(step)):
             self._lay_out(self._order)
 
     def _complete(self) -> None:
         """Launch what has not been launched, and wait for everything."""
         assert self._buckets is not None
+        if self._surveyed:
+            self._survey(self._buckets)
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         self._next = 0
         self._exchange.finish()
+
+    def _survey(self, buckets: Sequence[Bucket]) -> None:
+        """Show all gradients to the rules that must see them before the first is sent."""
+        for name in sorted(self._surveyed):
+            self._memories[name].survey(
+                {
+                    layer.index: self._dense_grad(layer.index)
+                    for bucket in buckets
+                    if bucket.feedback == name
+                    for layer in bucket.layers
+                }
+            )
 
     def _adapt(self) -> None:
         """Some rank trains other parameters than before: agree, and reduce those that are new."""
@@ -293,12 +355,12 @@ class Reducer:
 
     def _take_back_frozen(self) -> None:
         """Layers frozen since the last step have sent what was kept of them: keep it again."""
-        kept = self.residuals()
+        kept = self.kept()
         for index in self._frozen:
             parameter = self._params[index]
-            if self._names[index] in kept and parameter.grad is not None:
-                sent = self._exchange.share(parameter.grad.detach().float().reshape(-1))
-                kept[self._names[index]].add_(sent)
+            residual = kept.get(self._names[index], {}).get(RESIDUAL)
+            if residual is not None and parameter.grad is not None:
+                residual.add_(self._exchange.share(parameter.grad.detach().float().reshape(-1)))
             parameter.grad = None
 
     def reset(self) -> None:
@@ -378,24 +440,17 @@ class Reducer:
 
     def _lay_out(self, names: Sequence[str]) -> None:
         """Build buckets of the named layers; what is kept of each layer moves with it."""
-        kept = self.residuals()
+        kept = self.kept()
         by_name = {layer.name: layer for layer in self._layers()}
         layers = [by_name[name] for name in names]
-        choice = self._choice
-        if self.rounds < self._options.warmup_steps:
-            choice = Choice(NoCompression())
         sparse = frozenset() if self._options.sparse_as_dense else self._sparse
-        routes = choice.routes(layers, sparse)
+        step = self.rounds - self._options.warmup_steps
+        routes = self._choice.routes(layers, sparse, max(0, step), warmup=step < 0)
         self._buckets = build_buckets(
             layers, routes, self._options.bucket_cap_bytes, self._groups(list(by_name))
         )
         self._next = 0
-        for name, rule in self._rules.items():
-            rule.attach([bucket for bucket in self._buckets if bucket.feedback == name], kept)
-        self._carry = kept
-        self._exchange.attach(
-            self._buckets, {bucket.index: self._rules[bucket.feedback] for bucket in self._buckets}
-        )
+        self._attach(self._buckets, kept)
         self._laid_out_for = self._control.size
         self._bucket_of = [_NO_BUCKET] * len(self._params)
         for bucket in self._buckets:
@@ -404,6 +459,24 @@ class Reducer:
         self._waiting = [len(bucket.layers) for bucket in self._buckets]
         in_order = [layer for name, layer in by_name.items() if name in routes]
         self.plan = make_plan(in_order, routes, self.plan.version + 1, self.rounds)
+
+    def _attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
+        """Give every bucket the memory of its feedback rule."""
+        self._surveyed = set()
+        for name in dict.fromkeys([*self._memories, *(bucket.feedback for bucket in buckets)]):
+            rule = feedback_rules.parse(name)
+            assert rule is not None
+            if name not in self._memories:
+                self._memories[name] = rule.memory(self._situation)
+            mine = [bucket for bucket in buckets if bucket.feedback == name]
+            self._memories[name].attach(mine, kept)
+            if mine and rule.needs_all:
+                self._surveyed.add(name)
+        self._carry = {name: slots for name, slots in kept.items() if RESIDUAL in slots}
+        self._exchange.attach(
+            buckets, {bucket.index: self._memories[bucket.feedback] for bucket in buckets}
+        )
+        self._exchange.meter.scalar("memory/feedback_bytes", self.memory_bytes, self.rounds)
 
     def _groups(self, names: Sequence[str]) -> Sequence[Sequence[str]]:
         groups = self._options.groups
@@ -417,20 +490,64 @@ class Reducer:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def residuals(self) -> dict[str, Tensor]:
-        """What is kept of each layer, 1-D float32, by name: views, not copies."""
-        kept = dict(self._carry)
-        for rule in self._rules.values():
-            kept.update(rule.residuals())
+    def kept(self) -> Kept:
+        """What is kept of each layer, 1-D by layer and slot: views, not copies."""
+        kept = {name: dict(slots) for name, slots in self._carry.items()}
+        for memory in self._memories.values():
+            for name, slots in memory.kept().items():
+                kept.setdefault(name, {}).update(slots)
         return kept
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that feedback keeps from one step to the next."""
+        return sum(memory.nbytes for memory in self._memories.values() if memory.slots)
+
+    def choose(self, build: Callable[[Choice], Choice]) -> None:
+        """Compress in another way from the next step on; what is kept of each layer stays.
+
+        Args:
+            build: makes the new choice of the present one.
+
+        Raises:
+            ValueError: it could not be made on some rank, or ranks made different ones; on all ranks.
+            RuntimeError: gradients have arrived that have not been synchronised.
+        """
+
+        def checked() -> Choice:
+            if self.touched:
+                raise ValueError("between steps only: call it before backward(), or after step()")
+            choice = build(self._choice)
+            choice.check_patterns([layer.name for layer in self._layers()])
+            return choice
+
+        self._choice = self._control.agree(
+            "set_compression", checked, Choice.digest, alone=not self._active
+        )
+        if self._buckets is not None:
+            self._lay_out(self._order)
+        else:
+            layers = self._layers()
+            routes = self._choice.routes(layers, self._sparse)
+            self.plan = make_plan(layers, routes, self.plan.version + 1, self.rounds)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: see :meth:`load_state_dict`."""
+        kept = self.kept()
         return {
             "format": STATE_FORMAT,
             "rounds": self.rounds,
             "order": list(self._order),
-            "residuals": {name: kept.clone() for name, kept in self.residuals().items()},
+            "kept": {
+                name: {slot: tensor.clone() for slot, tensor in slots.items()}
+                for name, slots in kept.items()
+            },
+            "rates": dict(self._situation.rates),
+            "last_rates": self._rates,
+            "learn_next": self._learn_next,
+            "codecs": {
+                format_spec(key): state.state_dict() for key, state in self._exchange.states.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -440,38 +557,45 @@ class Reducer:
             ValueError: the state is of another format or of another model.
             RuntimeError: gradients have arrived that have not been synchronised.
         """
-        if self.touched:
-            raise RuntimeError(
-                "compression state can only be loaded between steps: call it before backward(), or "
-                "after step()"
-            )
-        residuals = self._checked_residuals(state)
+        self._require_between_steps("compression state can only be loaded")
+        kept = self._checked(state)
         self.rounds = int(state["rounds"])
+        self._rates = tuple(state["last_rates"])
+        self._learn_next = bool(state["learn_next"])
         order = [name for name in state["order"] if name in self._names]
         self._order = order if self._buckets is None else self._order
-        for rule in self._rules.values():
-            rule.attach([], {})
-        self._carry = residuals
+        for spec, learnt in state["codecs"].items():
+            self._exchange.load_state(parse(spec), learnt)
+        self._situation.rates.clear()
+        self._situation.rates.update(state["rates"])
+        self._memories = {}
+        self._carry = kept
         if self._buckets is not None:
             self._lay_out(self._order)
 
-    def _checked_residuals(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _require_between_steps(self, what: str) -> None:
+        if self.touched:
+            raise RuntimeError(f"{what} between steps: before backward(), or after step()")
+
+    def _checked(self, state: Mapping[str, Any]) -> Kept:
+        """What the state keeps, on this model's devices."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(
                 f"compression state has format {state.get('format')!r}, expected {STATE_FORMAT}: it "
                 "must come from compression_state_dict()"
             )
         sizes = {name: p.numel() for name, p in zip(self._names, self._params, strict=True)}
-        residuals: dict[str, Tensor] = {}
-        for name, kept in state["residuals"].items():
-            if sizes.get(name) != kept.numel():
-                raise ValueError(
-                    f"compression state holds {kept.numel()} elements for {name!r}, the model "
-                    f"{sizes.get(name, 'no parameter of that name')}: it belongs to another model"
-                )
-            device = self._params[self._names.index(name)].device
-            residuals[name] = kept.detach().to(device, torch.float32, copy=True).view(-1)
-        return residuals
+        kept: Kept = {}
+        for name, slots in state["kept"].items():
+            for slot, tensor in slots.items():
+                if sizes.get(name) != tensor.numel():
+                    raise ValueError(
+                        f"compression state holds {tensor.numel()} elements for {name!r}, the model "
+                        f"{sizes.get(name, 'no parameter of that name')}: it belongs to another model"
+                    )
+                device = self._params[self._names.index(name)].device
+                kept.setdefault(name, {})[slot] = tensor.detach().to(device, copy=True).view(-1)
+        return kept
 
 
 def _arrived(reducer: Callable[[], Reducer | None], index: int, parameter: Tensor) -> None:

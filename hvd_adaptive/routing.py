@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.buckets import Route
+from hvd_adaptive.buckets import ALONE_BYTES, Route
 from hvd_adaptive.compressors import (
+    REGISTRY,
     CastCompressor,
     Compressor,
     LinearCompressor,
@@ -19,6 +20,7 @@ from hvd_adaptive.compressors import (
     format_spec,
     parse,
 )
+from hvd_adaptive.feedback import ErrorFeedback, Feedback, NoFeedback, format_rule
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import LayerPlan, Plan
 
@@ -39,16 +41,19 @@ class Choice:
     Args:
         compressor: of every layer that no override names and that is not small.
         overrides: name patterns and their compressors; the first that matches counts.
-        feedback: name of a rule, or None to let each compressor choose.
+        feedback: a rule, or None to let each compressor choose.
     """
 
     compressor: Compressor
     overrides: tuple[tuple[str, Compressor], ...] = ()
-    feedback: str | None = None
+    feedback: Feedback | None = None
 
     @classmethod
     def of(
-        cls, compression: Spec, overrides: Mapping[str, Spec] | None, feedback: str | None
+        cls,
+        compression: Spec,
+        overrides: Mapping[str, Spec] | None,
+        feedback: str | Feedback | None,
     ) -> Choice:
         """Parse what was passed to the optimizer; ValueError or TypeError says what is wrong."""
         if overrides is not None and not isinstance(overrides, Mapping):
@@ -57,16 +62,42 @@ class Choice:
                 f"{overrides!r}"
             )
         rows = tuple((pattern, parse(spec)) for pattern, spec in (overrides or {}).items())
-        return cls(parse(compression), rows, feedback_rules.check_name(feedback))
+        choice = cls(parse(compression), rows, feedback_rules.parse(feedback))
+        choice._check_feedback()
+        return choice
 
-    def routes(self, layers: Sequence[Layer], sparse: frozenset[str]) -> dict[str, Route]:
+    @property
+    def compressors(self) -> list[Compressor]:
+        """All compressors that a layer may get."""
+        return list(dict.fromkeys([self.compressor, *(row[1] for row in self.overrides)]))
+
+    def routes(
+        self, layers: Sequence[Layer], sparse: frozenset[str], step: int = 0, warmup: bool = False
+    ) -> dict[str, Route]:
         """The route of every layer, by name.
 
         Args:
             layers: all layers.
             sparse: names of those with sparse gradients, which go as Horovod sends them.
+            step: counted from the end of the dense warm-up.
+            warmup: in the warm-up: all layers travel dense, with feedback where its rule says so.
         """
-        return {layer.name: self._route(layer, layer.name in sparse) for layer in layers}
+        routes = {layer.name: self._route(layer, layer.name in sparse, step) for layer in layers}
+        if warmup:
+            return {layer.name: _dense(layer, routes[layer.name]) for layer in layers}
+        return _in_company(layers, routes)
+
+    def digest(self) -> dict[str, str]:
+        """What must be equal on all ranks, by what a message should call it."""
+        return {
+            "compression": format_spec(self.compressor),
+            "overrides": ", ".join(f"{key}={format_spec(spec)}" for key, spec in self.overrides),
+            "feedback": "by compressor" if self.feedback is None else format_rule(self.feedback),
+        }
+
+    def changes_at(self, step: int) -> bool:
+        """Whether some level is another one in this step than in the one before."""
+        return any(each.level_at(step) != each.level_at(step - 1) for each in self.compressors)
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """ValueError if an override names no layer: it would be a mistyped one."""
@@ -87,17 +118,77 @@ class Choice:
             return NoCompression()
         return self.compressor
 
-    def _route(self, layer: Layer, sparse: bool) -> Route:
+    def _route(self, layer: Layer, sparse: bool, step: int) -> Route:
         if sparse:
             none = NoCompression()
             return Route(none, none.level, Collective.SPARSE, layer.dtype)
         compressor = self.compressor_of(layer)
-        rule = self.feedback or ("ef" if compressor.biased else "none")
-        if isinstance(compressor, NoCompression):
-            rule = "none"
+        rule = self.feedback or (ErrorFeedback() if compressor.biased else NoFeedback())
+        if isinstance(compressor, NoCompression) and not rule.for_dense:
+            rule = NoFeedback()
         return Route(
-            compressor, compressor.level, compressor.collective, wire_dtype(compressor, layer), rule
+            compressor,
+            compressor.level_at(step),
+            compressor.collective,
+            wire_dtype(compressor, layer),
+            format_rule(rule),
         )
+
+    def _check_feedback(self) -> None:
+        """ValueError if the rule cannot work with one of the compressors."""
+        if self.feedback is None or not self.feedback.needs_selection:
+            return
+        for compressor in self.compressors:
+            if not compressor.selects and not isinstance(compressor, CastCompressor):
+                able = [name for name, member in REGISTRY.items() if member.selects]
+                raise ValueError(
+                    f"feedback {self.feedback.name!r} clears its velocity where elements were sent, "
+                    f"but {compressor.name!r} does not send single elements: use one of "
+                    f"{', '.join(able)}, or feedback='ef'"
+                )
+
+
+def _dense(layer: Layer, route: Route) -> Route:
+    """The route of the warm-up."""
+    if route.collective is Collective.SPARSE:
+        return route
+    none = NoCompression()
+    rule = feedback_rules.parse(route.feedback)
+    follows = rule is not None and rule.in_warmup
+    return Route(
+        none,
+        none.level,
+        none.collective,
+        wire_dtype(none, layer),
+        route.feedback if follows else NoFeedback.name,
+    )
+
+
+def _in_company(layers: Sequence[Layer], routes: dict[str, Route]) -> dict[str, Route]:
+    """Let small dense layers follow the error feedback of layers that are summed in their dtype.
+
+    They then share a bucket and its first round, and nothing is left of them for the residual.
+    """
+    hosts = [
+        route.feedback
+        for route in routes.values()
+        if isinstance(route.compressor, LinearCompressor)
+        and not isinstance(route.compressor, CastCompressor)
+        and route.wire_dtype == torch.float32
+        and route.feedback.partition(":")[0] == ErrorFeedback.name
+    ]
+    if not hosts:
+        return routes
+    return {
+        layer.name: replace(route, feedback=hosts[0])
+        if isinstance(route.compressor, NoCompression)
+        and route.collective is Collective.REDUCE
+        and route.wire_dtype == torch.float32 == layer.dtype
+        and route.feedback == NoFeedback.name
+        and layer.nbytes < ALONE_BYTES
+        else route
+        for layer, route in ((layer, routes[layer.name]) for layer in layers)
+    }
 
 
 def wire_dtype(compressor: Compressor, layer: Layer) -> torch.dtype | None:
@@ -116,9 +207,9 @@ def make_plan(layers: Sequence[Layer], routes: Mapping[str, Route], version: int
 
 
 def _row(layer: Layer, route: Route) -> LayerPlan:
-    if route.wire_dtype is not None:
+    if isinstance(route.compressor, CastCompressor) and route.wire_dtype is not None:
         wire_bytes = layer.numel * route.wire_dtype.itemsize
     else:
-        wire_bytes = route.compressor.wire_bytes(layer.numel, route.level)
+        wire_bytes = route.compressor.wire_bytes(layer.numel, route.level, shape=layer.shape)
     spec = "sparse" if route.collective is Collective.SPARSE else format_spec(route.compressor)
     return LayerPlan(layer.name, layer.shape, spec, route.level, wire_bytes, layer.nbytes)

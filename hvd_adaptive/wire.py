@@ -18,8 +18,8 @@ Everything is little endian. A **sparse layer** is::
 * The value format is part of the layer because ranks may choose their levels by themselves.
 
 A **body** is the layers of one bucket one after the other; a **frame** is a 16-byte header and the
-body: magic ``u16``, version ``u8``, flags ``u8`` (0), bytes of the body ``u32``, bucket index
-``u32``, number of layers ``u32``.
+body: magic ``u16``, version ``u8``, flags ``u8`` (1: a layer was not finite), bytes of the body
+``u32``, bucket index ``u32``, number of layers ``u32``.
 """
 
 from __future__ import annotations
@@ -184,13 +184,14 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     return varint_bytes(count << 3) + varint_bytes(index_bytes) + index_bytes + values.nbytes(count)
 
 
-def write_header(buffer: Tensor, bucket: int, layers: int) -> None:
+def write_header(buffer: Tensor, bucket: int, layers: int, nonfinite: bool = False) -> None:
     """Fill the first 16 bytes of ``buffer``: header room followed by a body.
 
     Args:
         buffer: uint8, 1-D, at least 16 bytes (see ``reserve`` of the kernels), any device.
         bucket: index of the bucket.
         layers: number of layers in the body.
+        nonfinite: whether one of them was not finite.
 
     Raises:
         ValueError: the buffer has no room for a header, or its body is over 4 GiB.
@@ -202,9 +203,9 @@ def write_header(buffer: Tensor, bucket: int, layers: int) -> None:
             f"{MAX_BODY_BYTES}, got a buffer of {buffer.numel()} bytes"
         )
     if buffer.device.type == "cpu":
-        HEADER.pack_into(buffer.numpy().data, 0, MAGIC, VERSION, 0, size, bucket, layers)
+        HEADER.pack_into(buffer.numpy().data, 0, MAGIC, VERSION, nonfinite, size, bucket, layers)
     else:
-        header = bytearray(HEADER.pack(MAGIC, VERSION, 0, size, bucket, layers))
+        header = bytearray(HEADER.pack(MAGIC, VERSION, nonfinite, size, bucket, layers))
         buffer[:HEADER_BYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
 
 
@@ -218,7 +219,7 @@ def frame(body: Tensor, bucket: int, layers: int) -> Tensor:
 
     Example:
         >>> framed = frame(torch.zeros(3, dtype=torch.uint8), bucket=7, layers=2)
-        >>> framed.numel(), [part.numel() for part in split_frames(framed, 7, 2, ranks=1)]
+        >>> framed.numel(), [part.numel() for part in split_frames(framed, 7, 2, ranks=1)[0]]
         (19, [3])
     """
     framed = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8, device=body.device)
@@ -227,7 +228,7 @@ def frame(body: Tensor, bucket: int, layers: int) -> Tensor:
     return framed
 
 
-def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> list[Tensor]:
+def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> tuple[list[Tensor], bool]:
     """Cut an allgathered buffer into the ranks' bodies (views, no copy).
 
     Args:
@@ -237,13 +238,14 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> list[T
         ranks: number of frames that is expected.
 
     Returns:
-        One body a rank.
+        One body a rank, and whether any of them holds a layer that was not finite.
 
     Raises:
         WireError: a frame is cut short, of another bucket, format or number of layers, or bytes are
             left over; the message names the rank, the bucket and what differed.
     """
     bodies = []
+    nonfinite = False
     position, total = 0, buffer.numel()
     for rank in range(ranks):
         start = position + HEADER_BYTES
@@ -251,17 +253,18 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> list[T
             raise _frame_error(rank, bucket, f"its header ends at byte {start} of {total}")
         raw = buffer[position:start].cpu().numpy()
         found = HEADER.unpack_from(raw.data)
-        size = found[3]
-        expected = (MAGIC, VERSION, 0, size, bucket, layers)
+        flags, size = found[2:4]
+        expected = (MAGIC, VERSION, flags & 1, size, bucket, layers)
         if found != expected:
             raise _frame_error(rank, bucket, _difference(found, expected))
         position = start + size
         if position > total:
             raise _frame_error(rank, bucket, f"its body ends at byte {position} of {total}")
         bodies.append(buffer[start:position])
+        nonfinite |= bool(flags)
     if position != total:
         raise _frame_error(ranks - 1, bucket, f"{total - position} bytes follow the last frame")
-    return bodies
+    return bodies, nonfinite
 
 
 def _frame_error(rank: int, bucket: int, what: str) -> WireError:

@@ -163,7 +163,7 @@ def compression(text: str) -> str:
 
 def feedback_rule(text: str) -> str:
     try:
-        feedback.check_name(text)
+        feedback.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -5,10 +5,7 @@ A new member is one class and one row of ``REGISTRY``.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from typing import Any
-
+from hvd_adaptive import specs
 from hvd_adaptive.compressors.base import (
     Batch,
     CastCompressor,
@@ -23,10 +20,12 @@ from hvd_adaptive.compressors.base import (
     Payload,
 )
 from hvd_adaptive.compressors.dense import BFloat16, Float16, NoCompression
+from hvd_adaptive.compressors.lowrank import PowerSGD
+from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import TopK
 
 REGISTRY: dict[str, type[Compressor]] = {
-    member.name: member for member in (NoCompression, Float16, BFloat16, TopK)
+    member.name: member for member in (NoCompression, Float16, BFloat16, TopK, RandomK, PowerSGD)
 }
 
 
@@ -37,6 +36,8 @@ class Compression:
     fp16 = Float16
     bf16 = BFloat16
     topk = TopK
+    randomk = RandomK
+    powersgd = PowerSGD
 
 
 def parse(spec: str | Compressor | type[Compressor]) -> Compressor:
@@ -67,14 +68,7 @@ def parse(spec: str | Compressor | type[Compressor]) -> Compressor:
             f"compression must be text such as 'topk:density=0.01' or a member of Compression, got "
             f"{spec!r}"
         )
-    name, _, options = spec.partition(":")
-    member = REGISTRY.get(name.strip())
-    if member is None:
-        raise ValueError(
-            f"unknown compressor {name.strip()!r}{_suggest(name, REGISTRY)}: "
-            f"the compressors are {', '.join(REGISTRY)}"
-        )
-    return member(**_options(member, options))
+    return specs.read("compressor", REGISTRY, spec)
 
 
 def format_spec(compressor: Compressor) -> str:
@@ -84,46 +78,7 @@ def format_spec(compressor: Compressor) -> str:
         >>> format_spec(TopK(density=0.05))
         'topk:density=0.05,values=bf16'
     """
-    options = [
-        f"{field.name}={getattr(compressor, field.name)}"
-        for field in dataclasses.fields(compressor)  # type: ignore[arg-type]
-    ]
-    return ":".join([compressor.name, ",".join(options)]) if options else compressor.name
-
-
-def _options(member: type[Compressor], text: str) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(member)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
-        key, equals, value = (word.strip() for word in item.partition("="))
-        if key not in fields:
-            known = ", ".join(fields) if fields else "none"
-            raise ValueError(
-                f"{member.name} has no option {key!r}{_suggest(key, fields)}: its options are {known}"
-            )
-        if not equals or not value:
-            raise ValueError(f"{member.name}: option {key!r} needs a value: write {key}=VALUE")
-        if key in values:
-            raise ValueError(f"{member.name}: option {key!r} is given twice")
-        values[key] = _convert(member.name, key, value, type(fields[key].default))
-    return values
-
-
-def _convert(name: str, key: str, value: str, kind: type) -> Any:
-    """Read ``value`` as the type of the option's default."""
-    if kind is bool:
-        if value.lower() not in ("true", "false"):
-            raise ValueError(f"{name}: {key}={value!r} must be true or false")
-        return value.lower() == "true"
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"{name}: {key}={value!r} is not of type {kind.__name__}") from None
-
-
-def _suggest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word.strip(), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return specs.write(compressor.name, compressor)
 
 
 __all__ = [
@@ -143,6 +98,8 @@ __all__ = [
     "MultiLevel",
     "NoCompression",
     "Payload",
+    "PowerSGD",
+    "RandomK",
     "TopK",
     "format_spec",
     "parse",

@@ -11,11 +11,12 @@ sends to every rank.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +148,11 @@ class Compressor(ABC):
         """What this compressor learns during training, still empty; None if it learns nothing."""
         return None
 
+    @property
+    def state_key(self) -> Compressor:
+        """Compressors with equal keys share what they learn: itself, but for options of the level."""
+        return self
+
     @abstractmethod
     def compress_(
         self,
@@ -215,6 +221,14 @@ class MultiLevel(ABC):
             x: the remainder that it left; what is dropped now is added to it.
             level: stronger than the payload's.
         """
+
+
+@runtime_checkable
+class ClearsSent(Protocol):
+    """A compressor that can tell where its payloads hold something (see :attr:`Compressor.selects`)."""
+
+    def clear_layers_(self, body: Tensor, outs: Sequence[Tensor]) -> None:
+        """Set ``outs`` to 0 wherever ``body`` holds an element."""
 
 
 @dataclass(slots=True)
@@ -468,6 +482,17 @@ def check_input(x: Tensor) -> None:
             f"expected a 1-D contiguous float32 tensor, got {x.dtype} of shape {tuple(x.shape)}: "
             "use x.float().contiguous().view(-1)"
         )
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether ``x`` holds neither a NaN nor an Inf. Cost: one read of it.
+
+    Example:
+        >>> all_finite(torch.ones(3)), all_finite(torch.tensor([1.0, float("nan")]))
+        (True, False)
+    """
+    # a sum that is finite has met neither; one that is not may be of large numbers
+    return math.isfinite(float(x.sum())) or bool(x.isfinite().all())
 
 
 def check_values(name: str, data: Tensor, numel: int, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from workloads import (
     mean_of,
     ours,
     plain_step,
+    residuals_of,
     set_gradients,
     sgd,
     snapshot,
@@ -83,7 +84,7 @@ class Ledger:
 
     def check(self, optimizer: Any, factor: float = 1.0) -> None:
         """Applied + what all ranks still keep == wanted."""
-        residuals = optimizer.compression_state_dict()["residuals"]
+        residuals = residuals_of(optimizer)
         for name in NAMES:
             kept = residuals.get(name, torch.zeros(self.wanted[name].numel())).double()
             kept = mean_of(kept, f"kept.{name}").view(SHAPES[name])
@@ -106,7 +107,7 @@ def test_what_is_applied_and_what_is_kept_add_up_to_all_gradients(values: str) -
     for step in range(6):
         ledger.step(model, optimizer, gradients(step))
         ledger.check(optimizer)
-    residuals = optimizer.compression_state_dict()["residuals"]
+    residuals = residuals_of(optimizer)
     assert residuals["large"].norm() > 1
     assert_ranks_agree(model)
 
@@ -235,7 +236,7 @@ def test_a_nan_on_one_rank_reaches_all_ranks_and_stays_in_its_layer(
             assert parameter.grad is not None
             finite = bool(parameter.grad.isfinite().all())
             assert finite == (not (poisoned and name == "large")), f"{name} in step {step}"
-        residuals = optimizer.compression_state_dict()["residuals"]
+        residuals = residuals_of(optimizer)
         assert all(kept.isfinite().all() for kept in residuals.values())
         with optimizer.skip_synchronize():
             if not poisoned:  # as a gradient scaler does
@@ -304,7 +305,7 @@ def test_layers_under_an_override_of_none_are_averaged_exactly() -> None:
             assert bits(getattr(model, name).grad) == bits(mean_of(own, f"exact.{name}"))
         with optimizer.skip_synchronize():
             optimizer.step()
-    assert set(optimizer.compression_state_dict()["residuals"]) == {"large"}
+    assert set(residuals_of(optimizer)) == {"large"}
 
 
 @pytest.mark.ranks(2, 4)
@@ -424,10 +425,10 @@ def test_residuals_are_this_ranks_own_and_not_in_the_state_that_is_broadcast() -
     set_gradients(model, gradients(0))
     optimizer.step()
     before = {
-        name: kept.clone() for name, kept in optimizer.compression_state_dict()["residuals"].items()
+        name: kept.clone() for name, kept in residuals_of(optimizer).items()
     }
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    after = optimizer.compression_state_dict()["residuals"]
+    after = residuals_of(optimizer)
     assert all(bits(before[name]) == bits(after[name]) for name in before)
     root = hvd.broadcast(after["large"].clone(), root_rank=0, name="root")
     assert (bits(root) == bits(after["large"])) == (hvd.rank() == 0)
@@ -438,10 +439,11 @@ def test_a_state_of_another_model_is_refused() -> None:
     model = make_model(Layers)
     optimizer = wrapped(model)
     state = optimizer.compression_state_dict()
+    foreign = {"large": {"residual": torch.zeros(3)}}
     with pytest.raises(ValueError, match="another model"):
-        optimizer.load_compression_state_dict({**state, "residuals": {"large": torch.zeros(3)}})
+        optimizer.load_compression_state_dict({**state, "kept": foreign})
     with pytest.raises(ValueError, match="format"):
-        optimizer.load_compression_state_dict({"residuals": {}})
+        optimizer.load_compression_state_dict({"kept": {}})
 
 
 @pytest.mark.ranks(2, 4)

@@ -104,6 +104,12 @@ def stock(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     return hvd.DistributedOptimizer(optimizer, **options)
 
 
+def residuals_of(optimizer: Any) -> dict[str, Tensor]:
+    """This rank's residuals by layer."""
+    kept = optimizer.compression_state_dict()["kept"]
+    return {name: slots["residual"] for name, slots in kept.items() if "residual" in slots}
+
+
 class ByHand:
     """A plain optimizer whose gradients are averaged by one blocking operation each.
 

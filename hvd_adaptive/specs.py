@@ -1,0 +1,91 @@
+"""Names with options as text: ``"name:option=value,option=value"``.
+
+What can be named so is a frozen dataclass whose fields are its options, in a registry by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def read(kind: str, registry: Mapping[str, type[T]], text: str) -> T:
+    """Make the member of ``registry`` that ``text`` names.
+
+    Args:
+        kind: what the members are, for messages.
+        registry: members by name.
+        text: ``"name"`` or ``"name:option=value,option=value"``; a value is read as the type of the
+            option's default.
+
+    Raises:
+        ValueError: unknown name or option, or a value that does not fit; the message lists what is
+            valid.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Box:
+        ...     size: float = 1.0
+        >>> read("container", {"box": Box}, "box:size=2")
+        Box(size=2.0)
+        >>> read("container", {"box": Box}, "bok")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown container 'bok' (did you mean 'box'?): there are box
+    """
+    name, _, options = (word.strip() for word in text.partition(":"))
+    member = registry.get(name)
+    if member is None:
+        raise ValueError(
+            f"unknown {kind} {name!r}{_suggest(name, registry)}: there are {', '.join(registry)}"
+        )
+    return member(**_options(name, member, options))
+
+
+def write(name: str, member: Any, defaults: bool = True) -> str:
+    """The text that :func:`read` makes an equal member of, with or without options at their default."""
+    options = [
+        f"{field.name}={getattr(member, field.name)}"
+        for field in dataclasses.fields(member)
+        if defaults or getattr(member, field.name) != field.default
+    ]
+    return ":".join([name, ",".join(options)]) if options else name
+
+
+def _options(name: str, member: type, text: str) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(member)}
+    values: dict[str, Any] = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        key, equals, value = (word.strip() for word in item.partition("="))
+        if key not in fields:
+            known = ", ".join(fields) if fields else "none"
+            raise ValueError(
+                f"{name} has no option {key!r}{_suggest(key, fields)}: its options are {known}"
+            )
+        if not equals or not value:
+            raise ValueError(f"{name}: option {key!r} needs a value: write {key}=VALUE")
+        if key in values:
+            raise ValueError(f"{name}: option {key!r} is given twice")
+        values[key] = _convert(name, key, value, type(fields[key].default))
+    return values
+
+
+def _convert(name: str, key: str, value: str, kind: type) -> Any:
+    """Read ``value`` as the type of the option's default."""
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise ValueError(f"{name}: {key}={value!r} must be true or false")
+        return value.lower() == "true"
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{name}: {key}={value!r} is not of type {kind.__name__}") from None
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
