@@ -97,9 +97,46 @@ def overhead() -> str:
     )
 
 
+def accuracy() -> str:
+    """Every compressor's training against dense training."""
+    from accuracy import rows_of
+
+    figures = load("accuracy")
+    rows = [
+        [
+            row["name"],
+            f"`{row['setting'].compression}`",
+            f"`{row['setting'].feedback}`" if row["setting"].feedback else "",
+            f"{100 * row['accuracy']:.2f} %",
+            f"{100 * row['spread']:.2f}",
+            f"{100 * row['difference']:+.2f}",
+            f"{row['ratio']:.1f}x",
+        ]
+        for row in rows_of(figures["runs"])
+    ]
+    heading = [
+        "",
+        "compression",
+        "feedback, where it is not the compressor's own",
+        "accuracy",
+        "largest less smallest",
+        "less dense, points",
+        "payload smaller by",
+    ]
+    (run, *_) = figures["runs"].values()
+    setting = run["setting"]
+    return (
+        f"Accuracy: the small ResNet on Fashion-MNIST, {setting['epochs']:g} epochs on {setting['ranks']} "
+        f"ranks, mean of {rows_of(figures['runs'])[0]['seeds']} seeds, the same data in the same order; the "
+        f"first 50 steps dense. Payloads include all that travels dense (biases, norms, small layers, and "
+        f"those first steps). {source('accuracy', figures)}\n\n{table(heading, rows)}"
+    )
+
+
 def render() -> str:
     """The whole section."""
-    return f"{BEGIN}\n\n{kernels()}\n\n{overhead()}\n\n{END}"
+    parts = [BEGIN, kernels(), wire(), accuracy(), overhead(), END]
+    return "\n\n".join(parts)
 
 
 def section(text: str) -> str:

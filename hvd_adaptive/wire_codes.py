@@ -55,14 +55,14 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Norm(enum.IntEnum):
-    """What a block's values are divided by."""
+    """What a block's values are divided by; of the first four, 2^127 at most."""
 
     l2 = 0
     """The Euclidean norm."""
     max = 1
     """The largest magnitude."""
     power = 2
-    """The largest magnitude, rounded up to a power of two (2^127 at most, to which values saturate)."""
+    """The largest magnitude, rounded up to a power of two."""
     clipped = 3
     """The largest magnitude, but at most ``clip`` times the root mean square; values saturate."""
     mean = 4
@@ -155,11 +155,16 @@ class Tables:
             signed = np.concatenate([-positive[::-1], positive[int(positive[0] == 0) :]])
             self.magnitudes[bits] = positive
             self.levels[bits, : signed.size] = signed + np.float32(0)  # no -0
-            self.alphabets[bits] = signed.size
+            self.alphabets[bits] = alphabet_of(positive)
 
     def signed(self, bits: int) -> Float32s:
         """The signed levels of ``bits``, the least one first."""
         return self.levels[bits, : self.alphabets[bits]]
+
+
+def alphabet_of(magnitudes: Float32s) -> int:
+    """Number of signed levels: twice the magnitudes, but zero has no negative."""
+    return 2 * magnitudes.size - int(magnitudes[0] == 0)
 
 
 def valid_magnitudes(bits: int, magnitudes: Float32s) -> bool:
@@ -265,8 +270,8 @@ def damaged(damage: int, layer: int, numel: int, position: int, size: int) -> Wi
         size: bytes of the body.
 
     Example:
-        >>> print(damaged(Damage.norm, 2, 1000, 17, 90))
-        damaged quantized payload: a norm is negative, NaN or Inf (layer 2 of 1000 elements, at byte 17 of 90)
+        >>> print(damaged(Damage.code, 2, 9, 17, 90))
+        damaged quantized payload: a code stands for no level (layer 2 of 9 elements, at byte 17 of 90)
     """
     where = f"layer {layer} of {numel} elements" if layer >= 0 else "before the first layer"
     return WireError(
@@ -314,9 +319,9 @@ def write_books(books: list[Book]) -> bytes:
     return b"".join(parts)
 
 
-def read_magnitudes(data: bytes, position: int, bits: int) -> Float32s | Damage:
-    """The magnitudes at ``position`` of a body, or what is wrong with them."""
-    raw = data[position : position + 4 * (1 << (bits - 1))]
+def read_magnitudes(data: npt.NDArray[np.uint8], bits: int) -> Float32s | Damage:
+    """The magnitudes at the front of ``data``, or what is wrong with them."""
+    raw = data[: 4 * (1 << (bits - 1))].tobytes()
     if len(raw) < 4 * (1 << (bits - 1)):
         return Damage.books
     found = np.frombuffer(raw, "<f4").astype(np.float32)

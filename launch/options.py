@@ -15,6 +15,7 @@ from typing import Any
 
 import data
 from hvd_adaptive import feedback
+from hvd_adaptive.compressors import REGISTRY
 from hvd_adaptive.compressors import parse as parse_compression
 from models import IMAGE_MODELS, MODELS
 
@@ -245,12 +246,13 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
         help="hvd_adaptive.DistributedOptimizer, or Horovod's own to compare with"
         " (%(default)s)")  # fmt: skip
     add("--compression", type=compression, metavar="SPEC",
-        help="such as none, fp16, bf16, topk:density=0.01,values=int8"
-        " (topk:density=0.01; with --optimizer stock: none)")  # fmt: skip
+        help="such as topk:density=0.01,values=int8; there are " + ", ".join(REGISTRY)
+        + " (topk:density=0.01; with --optimizer stock: none)")  # fmt: skip
     add("--override", dest="overrides", type=override, action="append", metavar="PATTERN=SPEC",
         help="another compression for the parameters whose names match; may be repeated")  # fmt: skip
     add("--feedback", type=feedback_rule, metavar="RULE",
-        help="what becomes of what is not sent: ef, none (the compressor's own choice)")  # fmt: skip
+        help="what becomes of what is not sent: " + ", ".join(feedback.REGISTRY)
+        + " (the compressor's own choice)")  # fmt: skip
     add("--compression-warmup-steps", type=number(int, 0), default=0, metavar="N",
         help="first steps without compression: warmup_steps (%(default)s)")  # fmt: skip
     add("--bucket-cap-mb", type=number(float, 0), default=25.0, metavar="X",

@@ -199,6 +199,7 @@ def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
             feedback=options.feedback,
             warmup_steps=options.compression_warmup_steps,
             bucket_cap_mb=options.bucket_cap_mb,
+            seed=options.seed,
             telemetry=telemetry,
             **shared,
         )

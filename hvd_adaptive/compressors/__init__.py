@@ -20,12 +20,45 @@ from hvd_adaptive.compressors.base import (
     Payload,
 )
 from hvd_adaptive.compressors.dense import BFloat16, Float16, NoCompression
+from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
 from hvd_adaptive.compressors.lowrank import PowerSGD
+from hvd_adaptive.compressors.quantized import (
+    ALQ,
+    AMQ,
+    NUQSGD,
+    QSGD,
+    Natural,
+    OneBit,
+    QSGDInf,
+    SignSGD,
+    TernGrad,
+)
 from hvd_adaptive.compressors.randomk import RandomK
-from hvd_adaptive.compressors.sparse import TopK
+from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 
 REGISTRY: dict[str, type[Compressor]] = {
-    member.name: member for member in (NoCompression, Float16, BFloat16, TopK, RandomK, PowerSGD)
+    member.name: member
+    for member in (
+        NoCompression,
+        Float16,
+        BFloat16,
+        TopK,
+        GlobalTopK,
+        Threshold,
+        DGC,
+        RedSync,
+        RandomK,
+        PowerSGD,
+        QSGD,
+        QSGDInf,
+        NUQSGD,
+        Natural,
+        TernGrad,
+        SignSGD,
+        OneBit,
+        ALQ,
+        AMQ,
+    )
 }
 
 
@@ -36,8 +69,21 @@ class Compression:
     fp16 = Float16
     bf16 = BFloat16
     topk = TopK
+    globaltopk = GlobalTopK
+    threshold = Threshold
+    dgc = DGC
+    redsync = RedSync
     randomk = RandomK
     powersgd = PowerSGD
+    qsgd = QSGD
+    qsgdinf = QSGDInf
+    nuqsgd = NUQSGD
+    natural = Natural
+    terngrad = TernGrad
+    signsgd = SignSGD
+    onebit = OneBit
+    alq = ALQ
+    amq = AMQ
 
 
 def parse(spec: str | Compressor | type[Compressor]) -> Compressor:
@@ -82,6 +128,11 @@ def format_spec(compressor: Compressor) -> str:
 
 
 __all__ = [
+    "ALQ",
+    "AMQ",
+    "DGC",
+    "NUQSGD",
+    "QSGD",
     "REGISTRY",
     "BFloat16",
     "Batch",
@@ -91,15 +142,24 @@ __all__ = [
     "Compressor",
     "Float16",
     "GatheredCompressor",
+    "GlobalTopK",
     "LayerStats",
+    "LayerwiseCompressor",
     "Learner",
     "Level",
     "LinearCompressor",
     "MultiLevel",
+    "Natural",
     "NoCompression",
+    "OneBit",
     "Payload",
     "PowerSGD",
+    "QSGDInf",
     "RandomK",
+    "RedSync",
+    "SignSGD",
+    "TernGrad",
+    "Threshold",
     "TopK",
     "format_spec",
     "parse",

@@ -66,9 +66,7 @@ class PowerSGD(LinearCompressor):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(
-                f"powersgd: rank must be at least 1, got {self.rank}: write powersgd:rank=4"
-            )
+            raise ValueError(f"powersgd: rank is at least 1, got {self.rank}: write powersgd:rank=4")
 
     @property
     def level(self) -> Level:

@@ -26,6 +26,7 @@ from hvd_adaptive.compressors.base import (
 )
 from hvd_adaptive.keys import mix
 from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.wire import WireError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _ROUNDS = 4
@@ -128,6 +129,11 @@ class RandomK(LinearCompressor, MultiLevel):
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Scatter-add."""
+        if payload.numel != out.numel():
+            raise WireError(
+                f"randomk: a payload of {payload.numel} elements cannot be added to a tensor of "
+                f"{out.numel()}"
+            )
         indices = random_indices(out.numel(), wire.count_of(out.numel(), payload.level), payload.key)
         check_values(self.name, payload.data, indices.numel(), self.wire_dtype)
         out[indices.to(out.device)] += scale * payload.data.to(out.dtype)

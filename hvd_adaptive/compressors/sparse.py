@@ -1,9 +1,16 @@
-"""Compressors that send a few elements: their positions and values."""
+"""Compressors that send a few elements: their positions and values.
+
+All of them send the largest elements; what differs is the rule for how many (see
+:class:`hvd_adaptive.kernels.Rule`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +23,236 @@ from hvd_adaptive.compressors.base import (
     GatheredCompressor,
     LayerStats,
     Level,
+    MultiLevel,
+    Payload,
     Shape,
+    check_input,
 )
+from hvd_adaptive.kernels import Rule
+from hvd_adaptive.kernels.reference import INF, counts_from_above, dgc_count, redsync_count
 from hvd_adaptive.layers import Layer
+from hvd_adaptive.wire import ValueFormat, WireError
+
+Int64s = npt.NDArray[np.int64]
+
+
+class SparseCompressor(GatheredCompressor, MultiLevel):
+    """What the compressors that send a few elements share: all but the rule and what a level means.
+
+    Biased: use them with error feedback. Cost: two passes over the tensor and no sort. Wire:
+    Rice-coded gaps (8.1 bits an element at density 1 %) and values of ``values`` bits; the rounding
+    error of the values stays in the remainder. Zeros are never sent.
+    """
+
+    rule: ClassVar[Rule]
+    values: str
+
+    selects = True
+    biased = True
+
+    @property
+    @final
+    def format(self) -> ValueFormat:
+        """How values travel."""
+        return ValueFormat[self.values]
+
+    @abstractmethod
+    def count(self, numel: int, level: Level) -> int:
+        """The rule's ``k`` for a layer of so many elements."""
+
+    @abstractmethod
+    def thresholds(self, levels: Sequence[Level]) -> npt.NDArray[np.float32] | None:
+        """The thresholds that ``levels`` stand for; None where the rule takes none."""
+
+    @final
+    def _check_values(self) -> None:
+        if self.values not in ValueFormat.__members__:
+            known = ", ".join(ValueFormat.__members__)
+            raise ValueError(f"{self.name}: values={self.values!r} is not one of {known}")
+
+    @final
+    def _selection(
+        self, offsets: Int64s, levels: Sequence[Level]
+    ) -> tuple[Int64s, npt.NDArray[np.float32] | None]:
+        """Counts and thresholds of all that is selected from together."""
+        offsets = np.asarray(offsets)
+        if self.whole_model:
+            if len(set(levels)) > 1:
+                raise ValueError(
+                    f"{self.name} selects from all layers together, at one level: got "
+                    f"{sorted(set(levels))}"
+                )
+            offsets, levels = offsets[[0, -1]], list(levels)[:1] or [self.level]
+        sizes = np.diff(offsets).tolist()
+        counts = [self.count(numel, level) for numel, level in zip(sizes, levels, strict=True)]
+        return np.array(counts, dtype=np.int64), self.thresholds(levels)
+
+    @final
+    def compress_layers_(
+        self,
+        x: Tensor,
+        offsets: Int64s,
+        levels: Sequence[Level],
+        grads: Sequence[Tensor] | None = None,
+        *,
+        keys: npt.NDArray[np.uint64] | None = None,
+        reserve: int = 0,
+        spectra: Int64s | None = None,
+        state: CodecState | None = None,
+    ) -> tuple[Tensor, LayerStats]:
+        """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
+        del keys, state
+        counts, thresholds = self._selection(offsets, levels)
+        body, stats = kernels.for_device(x.device).sparse_compress_(
+            x,
+            offsets,
+            counts,
+            self.format,
+            grads,
+            reserve,
+            spectra,
+            self.rule,
+            thresholds,
+            self.whole_model,
+        )
+        return body, _layer_stats(stats)
+
+    @final
+    def decompress_layers_add_(
+        self, body: Tensor, outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Scatter-add; every index and length is checked first."""
+        kernel = kernels.for_device(body.device)
+        marks = kernel.sparse_decompress_add_(body, outs, scale, self.format, self.whole_model)
+        return marks.astype(np.bool_)
+
+    @final
+    def clear_layers_(self, body: Tensor, outs: Sequence[Tensor]) -> None:
+        """Set ``outs`` to 0 wherever ``body`` holds an element: momentum factor masking.
+
+        Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), section 3.2.
+
+        Args:
+            body: uint8, 1-D: of one bucket, without a header.
+            outs: float32, contiguous, one a layer.
+
+        Raises:
+            WireError: as from :meth:`decompress_layers_add_`.
+        """
+        kernels.for_device(body.device).sparse_clear_(body, outs, self.format, self.whole_model)
+
+    @final
+    def shrink_layers_(
+        self, body: Tensor, x: Tensor, offsets: Int64s, levels: Sequence[Level], reserve: int = 0
+    ) -> tuple[Tensor, LayerStats]:
+        """Compress what :meth:`compress_layers_` sent further: see :meth:`shrink_`.
+
+        Args:
+            body: uint8, 1-D: of one bucket, without a header.
+            x: float32, 1-D: the remainder that was left; what is dropped now is added to it.
+            offsets: ``int64[L + 1]``, those of the compression.
+            levels: one a layer, of the whole layer.
+            reserve: bytes to leave free at the front of the result.
+
+        Returns:
+            As :meth:`compress_layers_`; ``energy`` is that of the values in ``body``.
+
+        Raises:
+            WireError: the body is damaged or belongs to other layers.
+        """
+        counts, thresholds = self._selection(offsets, levels)
+        less, stats = kernels.for_device(x.device).sparse_shrink_(
+            body, x, offsets, counts, self.format, reserve, self.rule, thresholds, self.whole_model
+        )
+        return less, _layer_stats(stats)
+
+    @final
+    def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
+        """Apply the rule to the values in ``payload``, of which the new one holds some."""
+        check_input(x)
+        if payload.numel != x.numel():
+            raise WireError(
+                f"{self.name}: a payload of {payload.numel} elements is not that of a tensor of "
+                f"{x.numel()}"
+            )
+        data, _ = self.shrink_layers_(payload.data, x, np.array([0, x.numel()]), [level])
+        return Payload(data, x.numel(), level, payload.key, payload.shape)
+
+    @final
+    def errors(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Float64s:
+        """From one histogram of ``x`` for all levels; within 1 % of compressing at each.
+
+        The rounding of the values is not counted, because it is far below what selection leaves out;
+        but for ``sign``, where a second pass measures it.
+        """
+        del shape, state
+        levels = list(levels)
+        spectrum = _Spectrum(x)
+        if not spectrum.finite:
+            return np.full(len(levels), np.nan)
+        counts = [self.count(x.numel(), level) for level in levels]
+        thresholds = self.thresholds(levels)
+        if thresholds is not None:
+            counts = spectrum.threshold_counts(thresholds)
+        elif self.rule is Rule.dgc:
+            counts = spectrum.dgc_counts(counts)
+        elif self.rule is Rule.redsync:
+            counts = spectrum.redsync_counts(counts)
+        return spectrum.errors(counts, self.format)
+
+    @final
+    def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
+        """Upper bound, for the most that the rule may send; close to it if scattered."""
+        del shape
+        most = min(numel, self.rule.most(self.count(numel, level)))
+        return wire.max_sparse_bytes(numel, most, self.format)
+
+
+class DensityCompressor(SparseCompressor):
+    """A sparse compressor whose level is a density: the share of the elements that it is to send."""
+
+    density: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.density <= 1.0:
+            raise ValueError(
+                f"{self.name}: density is the share of elements to send and must lie in (0, 1], got "
+                f"{self.density}: write {self.name}:density=0.01 for 1 %"
+            )
+        self._check_values()
+
+    @property
+    @final
+    def level(self) -> Level:
+        """The density."""
+        return self.density
+
+    @final
+    def levels(self, layer: Layer) -> tuple[Level, ...]:
+        """100 densities from ten times the default to a tenth of it (L-GreCo's search range)."""
+        del layer
+        steps = (self.density * step / 10 for step in range(100, 0, -1))
+        return tuple(dict.fromkeys(min(1.0, density) for density in steps))
+
+    @final
+    def count(self, numel: int, level: Level) -> int:
+        """The nearest number, but at least one."""
+        return wire.count_of(numel, level)
+
+    @final
+    def thresholds(self, levels: Sequence[Level]) -> None:
+        """None: these rules find theirs by themselves."""
 
 
 @dataclass(frozen=True)
-class TopK(GatheredCompressor):
+class TopK(DensityCompressor):
     """The ``density * numel`` elements of largest magnitude; ties go to the lowest index.
 
     Biased: use it with error feedback. Cost: two passes over the tensor and no sort (three copies of
@@ -33,7 +263,8 @@ class TopK(GatheredCompressor):
 
     Args:
         density: share of the elements to send, in (0, 1].
-        values: ``fp32``, ``fp16``, ``bf16``, or ``int8`` (a scale for every 256 values).
+        values: ``fp32``, ``fp16``, ``bf16``, ``int8`` (a scale for every 256 values), or ``sign`` (one
+            mean for each sign).
 
     Raises:
         ValueError: density outside (0, 1], or an unknown value format.
@@ -52,89 +283,310 @@ class TopK(GatheredCompressor):
     values: str = "bf16"
 
     name = "topk"
-    biased = True
+    rule = Rule.topk
+
+
+@dataclass(frozen=True)
+class GlobalTopK(DensityCompressor):
+    """The largest elements of the whole model: one threshold for all layers.
+
+    A layer of small gradients may send nothing, one of large gradients much. If one layer holds a NaN
+    or an Inf, nothing is sent: all layers decode to NaN, and every layer keeps what it had.
+
+    Biased: use it with error feedback. Cost: three passes over the model. Wire: as :class:`TopK`, for
+    the model as one vector, which has at most 2^31 - 1 elements. Source: the same selection as top-k;
+    Sahu et al., "Rethinking gradient sparsification as total error minimization" (NeurIPS 2021),
+    section 5, compares it with one threshold a layer.
+
+    Args:
+        density: share of the model's elements to send, in (0, 1].
+        values: ``fp32``, ``fp16``, ``bf16``, ``int8``, or ``sign``: see :class:`TopK`.
+
+    Raises:
+        ValueError: density outside (0, 1], or an unknown value format.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> x, offsets = torch.tensor([0.5, 3.0, 2.0, -0.25, 0.125, 0.0]), np.array([0, 3, 6])
+        >>> half = GlobalTopK(density=0.5, values="fp32")
+        >>> body, _ = half.compress_layers_(x, offsets, [0.5, 0.5])
+        >>> outs = [torch.zeros(3), torch.zeros(3)]
+        >>> half.decompress_layers_add_(body, outs, 1.0).tolist(), [out.tolist() for out in outs]
+        ([False, False], [[0.5, 3.0, 2.0], [0.0, 0.0, 0.0]])
+    """
+
+    density: float = 0.01
+    values: str = "bf16"
+
+    name = "globaltopk"
+    rule = Rule.topk
+    whole_model = True
+
+
+@dataclass(frozen=True)
+class DGC(DensityCompressor):
+    """The elements above a threshold that a sample suggests: about ``density * numel`` of them.
+
+    The sample is one group of 32 elements in 13, from 2^21 elements on one in 61; a layer of up to
+    65,536 elements is its own sample. Between 0.7 and 1.3 times the wanted number are sent; where the
+    sample misleads by more, exactly that number. This is the selection; momentum correction, gradient
+    clipping and factor masking are feedback rules.
+
+    Biased: use it with momentum correction or error feedback. Cost: two passes over the tensor, a
+    little less than :class:`TopK`. Wire: as :class:`TopK`. Source: Lin et al., "Deep Gradient
+    Compression" (ICLR 2018), sections 3 and 3.4.
+
+    Args:
+        density: share of the elements to send, in (0, 1].
+        values: ``fp32``, ``fp16``, ``bf16``, ``int8``, or ``sign``: see :class:`TopK`.
+        ramp: steps of each stage of the density's warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % and so on
+            until ``density``; 0 for none. (The paper takes an epoch.)
+
+    Raises:
+        ValueError: density outside (0, 1], an unknown value format, or a negative ramp.
+
+    Example:
+        >>> dgc = DGC(density=0.001, ramp=100)
+        >>> [dgc.level_at(step) for step in (0, 99, 100, 200, 300, 400)]
+        [0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.001]
+    """
+
+    density: float = 0.001
+    values: str = "bf16"
+    ramp: int = 0
+
+    name = "dgc"
+    rule = Rule.dgc
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
+        super().__post_init__()
+        if self.ramp < 0:
+            raise ValueError(f"dgc: ramp is the number of steps of a stage, 0 or more, got {self.ramp}")
+
+    def level_at(self, step: int) -> Level:
+        """The density of the warm-up's stage."""
+        if self.ramp == 0:
+            return self.density
+        return max(self.density, 0.25 * 4.0 ** -(step // self.ramp))
+
+
+@dataclass(frozen=True)
+class RedSync(DensityCompressor):
+    """The elements above a threshold found by bisection: between one and two ``density * numel``.
+
+    The threshold is searched between the mean and the largest magnitude. Where ties leave no
+    threshold for such a number, exactly ``density * numel`` are sent, those of lowest index.
+
+    Biased: use it with error feedback. Cost: two passes over the tensor. Wire: as :class:`TopK`, for up
+    to twice as many elements. Source: Fang et al., "RedSync" (JPDC 2019), section 5.
+
+    Args:
+        density: least share of the elements to send, in (0, 1].
+        values: ``fp32``, ``fp16``, ``bf16``, ``int8``, or ``sign``: see :class:`TopK`. The paper's
+            quantized form is ``sign``.
+
+    Raises:
+        ValueError: density outside (0, 1], or an unknown value format.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([0.5, -3.0, 0.25, 2.5, 0.125, 0.25])
+        >>> redsync = RedSync(density=0.3, values="sign")
+        >>> payload, out = redsync.compress_(x, redsync.level), torch.zeros(6)
+        >>> redsync.decompress_add_(payload, out)
+        >>> out.tolist()
+        [0.0, -3.0, 0.0, 2.5, 0.0, 0.0]
+    """
+
+    density: float = 0.01
+    values: str = "bf16"
+
+    name = "redsync"
+    rule = Rule.redsync
+
+
+@dataclass(frozen=True)
+class Threshold(SparseCompressor):
+    """All elements whose magnitude reaches a threshold, however many these are.
+
+    Biased: use it with error feedback, which it is derived for: of all sparsifiers that send as much
+    in total, the one with a constant threshold has the least total error. Cost: two passes over the
+    tensor. Wire: as :class:`TopK`; how much is not known beforehand. Source: Sahu et al., "Rethinking
+    gradient sparsification as total error minimization" (NeurIPS 2021), section 4.
+
+    Args:
+        threshold: least magnitude that is sent, in the units of the gradients; 0 or more.
+        values: ``fp32``, ``fp16``, ``bf16``, ``int8``, or ``sign``: see :class:`TopK`.
+
+    Raises:
+        ValueError: a threshold below 0 or infinite, or an unknown value format.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([0.5, -3.0, 0.25, 2.0])
+        >>> above = Threshold(threshold=0.5, values="fp32")
+        >>> above.compress_(x, above.level).nbytes, x.tolist()
+        (16, [0.0, 0.0, 0.25, 0.0])
+    """
+
+    threshold: float = 1e-3
+    values: str = "bf16"
+
+    name = "threshold"
+    rule = Rule.threshold
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold < float("inf"):
             raise ValueError(
-                f"topk: density is the share of elements to send and must lie in (0, 1], got "
-                f"{self.density}: write topk:density=0.01 for 1 %"
+                f"threshold: threshold is the least magnitude to send, 0 or more, got {self.threshold}"
             )
-        if self.values not in wire.ValueFormat.__members__:
-            raise ValueError(
-                f"topk: values={self.values!r} is not one of {', '.join(wire.ValueFormat.__members__)}"
-            )
+        self._check_values()
 
     @property
     def level(self) -> Level:
-        """The density."""
-        return self.density
-
-    @property
-    def format(self) -> wire.ValueFormat:
-        """How values travel."""
-        return wire.ValueFormat[self.values]
+        """The threshold."""
+        return self.threshold
 
     def levels(self, layer: Layer) -> tuple[Level, ...]:
-        """100 densities from ten times the default to a tenth of it (L-GreCo's search range)."""
+        """41 thresholds from a tenth of the default to ten times as much, in equal ratios."""
         del layer
-        steps = (self.density * step / 10 for step in range(100, 0, -1))
-        return tuple(dict.fromkeys(min(1.0, density) for density in steps))
+        return tuple(dict.fromkeys(self.threshold * 10 ** (step / 20) for step in range(-20, 21)))
 
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: npt.NDArray[np.int64],
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: npt.NDArray[np.int64] | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
-        """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
-        del keys, state
-        sizes = np.diff(offsets)
-        counts = np.array(
-            [wire.count_of(int(numel), density) for numel, density in zip(sizes, levels, strict=True)],
-            dtype=np.int64,
-        )
-        body, stats = kernels.for_device(x.device).topk_compress_(
-            x, offsets, counts, self.format, grads, reserve, spectra
-        )
-        return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 3] != 0)
+    def count(self, numel: int, level: Level) -> int:
+        """No limit: all elements."""
+        del level
+        return numel
 
-    def decompress_layers_add_(
-        self, body: Tensor, outs: Sequence[Tensor], scale: float
-    ) -> npt.NDArray[np.bool_]:
-        """Scatter-add; every index and length is checked first."""
-        marks = kernels.for_device(body.device).sparse_decompress_add_(body, outs, scale, self.format)
-        return marks.astype(np.bool_)
+    def thresholds(self, levels: Sequence[Level]) -> npt.NDArray[np.float32]:
+        """The levels themselves."""
+        return np.array(levels, dtype=np.float32)
 
-    def errors(
-        self,
-        x: Tensor,
-        levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
-    ) -> Float64s:
-        """From one histogram of ``x`` for all levels; within 1 % of compressing at each.
 
-        The rounding of the values is not counted: it stays in the remainder and is far below what
-        selection leaves out.
-        """
-        del shape, state
-        kernel = kernels.for_device(x.device)
-        counts = [wire.count_of(x.numel(), density) for density in levels]
-        energy = float(x.double().square().sum())
-        errors: Float64s = kernel.errors_from_spectrum(
-            kernel.spectrum(x), energy, x.numel(), np.array(counts, dtype=np.int64)
-        )
+def _layer_stats(stats: Float64s) -> LayerStats:
+    return LayerStats(stats[:, 0], stats[:, 1], stats[:, 3] != 0)
+
+
+# --- the errors of all levels at once ------------------------------------------------------------
+
+
+class _OpenError(Exception):
+    """The spectrum alone does not say how many elements reach a threshold in one of its bins."""
+
+    def __init__(self, b: int) -> None:
+        super().__init__(b)
+        self.bin = b
+
+
+class _Spectrum:
+    """How many elements of a tensor reach a magnitude, and what error is left by sending the largest.
+
+    A threshold inside a bin leaves open how many of the bin's elements reach it. Where that matters,
+    the bin is refined: counted exactly in another pass.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._kernel = x, kernels.for_device(x.device)
+        self._hist, self._total, self._energy, self._largest = self._kernel.summary(x)
+        self.finite = not self._hist[INF >> 16 :].any()
+        self._fine: dict[int, npt.NDArray[np.int32]] = {}
+
+    @cached_property
+    def _reached(self) -> list[int]:
+        """How many elements are in a bin or a higher one."""
+        counts: list[int] = [*counts_from_above(self._hist).tolist(), 0]
+        return counts
+
+    @cached_property
+    def _left(self) -> list[float]:
+        """The error if these are sent."""
+        errors: list[float] = self.errors(self._reached, ValueFormat.fp32).tolist()
         return errors
 
-    def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
-        """Upper bound; within 3 % of the bytes sent for scattered indices."""
-        del shape
-        return wire.max_sparse_bytes(numel, wire.count_of(numel, level), self.format)
+    def errors(self, counts: Sequence[int], values: ValueFormat) -> Float64s:
+        """The squared error of sending so many of the largest elements."""
+        numel, sent = self._x.numel(), np.array(counts, dtype=np.int64)
+        errors: Float64s = self._kernel.errors_from_spectrum(self._hist, self._energy, numel, sent)
+        if values is ValueFormat.sign:
+            errors = errors + _sign_errors(self._kernel.moments(self._x), sent)
+        return errors
+
+    def threshold_counts(self, thresholds: npt.NDArray[np.float32]) -> list[int]:
+        """How many elements reach each threshold: exactly wherever the error depends on it."""
+        bits = [max(1, int(abs(threshold).view(np.int32))) for threshold in thresholds]
+        self._refine({b >> 16 for b in bits if self._matters(b)})
+        return [self._estimate(b) for b in bits]
+
+    def dgc_counts(self, counts: Sequence[int]) -> list[int]:
+        """How many DGC sends where so many are wanted; bins count as spread evenly."""
+        sampled = counts_from_above(self._kernel.sample_spectrum(self._x))
+        return [dgc_count(sampled, self._x.numel(), k, self._estimate) for k in counts]
+
+    def redsync_counts(self, counts: Sequence[int]) -> list[int]:
+        """How many RedSync sends: its bisection, on counts."""
+        nonzeros = self._x.numel() - int(self._hist[0])
+        if nonzeros == 0:
+            return list(counts)
+        mean = float(np.float32(self._total / self._x.numel()))
+        sent = {k: k for k in counts if not 0 < k < nonzeros}
+        while len(sent) < len(set(counts)):
+            unsure = set()
+            for k in set(counts) - set(sent):
+                try:
+                    sent[k] = redsync_count(k, mean, self._largest, partial(self._near, k))
+                except _OpenError as error:
+                    unsure.add(error.bin)
+            self._refine(unsure)
+        return [sent[k] for k in counts]
+
+    def _near(self, k: int, bits: int) -> int:
+        """How many elements reach a magnitude, as exactly as bisection for [k, 2 k] needs it."""
+        least, most = self._bounds(bits)
+        if most < k or least > 2 * k:
+            return most if most < k else least
+        if least < most and (least < k or most > 2 * k or self._matters(bits)):
+            raise _OpenError(bits >> 16)
+        return self._estimate(bits)
+
+    def _matters(self, bits: int) -> bool:
+        """Whether the error depends on how many of a bin's elements reach a magnitude."""
+        b = bits >> 16
+        return bits & 0xFFFF != 0 and self._left[b + 1] > 1.01 * self._left[b]
+
+    def _bounds(self, bits: int) -> tuple[int, int]:
+        """Between how many and how many elements reach a magnitude."""
+        b, inside = bits >> 16, bits & 0xFFFF
+        if b in self._fine:
+            exactly = self._reached[b + 1] + int(self._fine[b][inside:].sum())
+            return exactly, exactly
+        return self._reached[b + 1 if inside else b], self._reached[b]
+
+    def _estimate(self, bits: int) -> int:
+        """How many elements reach a magnitude, those of a bin spread evenly unless it was refined."""
+        least, most = self._bounds(bits)
+        return least + (most - least) * (0x10000 - (bits & 0xFFFF)) // 0x10000
+
+    def _refine(self, bins: Iterable[int]) -> None:
+        """Count some bins exactly, in one pass."""
+        new = sorted(bins)
+        if new:
+            fine = self._kernel.refined_spectrum(self._x, np.array(new, dtype=np.int64))
+            self._fine.update(zip(new, fine, strict=True))
+
+
+def _sign_errors(moments: Float64s, counts: Int64s) -> Float64s:
+    """What one mean for each sign adds to the squared error: sum of squares - sum^2 / count.
+
+    The elements of the last bin that are sent are taken to be like all of that bin, of either sign.
+    """
+    sums = np.cumsum(moments[:, :0:-1], axis=1)  # from the largest down, without zeros
+    sums = np.concatenate([np.zeros((2, 1, 3)), sums], axis=1)
+    reached = sums[:, :, 0].sum(0)
+    counts = np.minimum(counts, reached[-1])
+    last = np.searchsorted(reached, counts)
+    before = np.maximum(last - 1, 0)
+    share = (counts - reached[before]) / np.maximum(reached[last] - reached[before], 1)
+    number, total, squares = np.moveaxis(
+        sums[:, before] + share[None, :, None] * (sums[:, last] - sums[:, before]), 2, 0
+    )
+    errors: Float64s = np.maximum(squares - total**2 / np.maximum(number, 1e-9), 0).sum(0)
+    return errors

@@ -14,15 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.kernels.reference import Rule
 from hvd_adaptive.wire import ValueFormat
 
-__all__ = ["Kernels", "for_device"]
+__all__ = ["Kernels", "Rule", "for_device"]
 
 
 class Kernels(Protocol):
     """What a kernel module offers; ``reference`` documents each function."""
 
-    def topk_compress_(
+    def sparse_compress_(
         self,
         x: Tensor,
         offsets: npt.NDArray[np.int64],
@@ -31,16 +32,59 @@ class Kernels(Protocol):
         grads: Sequence[Tensor] | None = None,
         reserve: int = 0,
         spectra: npt.NDArray[np.int64] | None = None,
+        rule: Rule = Rule.topk,
+        thresholds: npt.NDArray[np.float32] | None = None,
+        whole: bool = False,
     ) -> tuple[Tensor, npt.NDArray[np.float64]]:
         """Extract and encode the largest elements of each layer."""
 
     def sparse_decompress_add_(
-        self, body: Tensor, outs: Sequence[Tensor], scale: float, values: ValueFormat | None = None
+        self,
+        body: Tensor,
+        outs: Sequence[Tensor],
+        scale: float,
+        values: ValueFormat | None = None,
+        whole: bool = False,
     ) -> npt.NDArray[np.uint8]:
         """Add what a body holds."""
 
+    def sparse_clear_(
+        self,
+        body: Tensor,
+        outs: Sequence[Tensor],
+        values: ValueFormat | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Set to 0 where a body holds something."""
+
+    def sparse_shrink_(
+        self,
+        body: Tensor,
+        x: Tensor,
+        offsets: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        values: ValueFormat,
+        reserve: int = 0,
+        rule: Rule = Rule.topk,
+        thresholds: npt.NDArray[np.float32] | None = None,
+        whole: bool = False,
+    ) -> tuple[Tensor, npt.NDArray[np.float64]]:
+        """Compress a body further."""
+
     def spectrum(self, x: Tensor) -> npt.NDArray[np.int64]:
         """Histogram of magnitudes."""
+
+    def sample_spectrum(self, x: Tensor) -> npt.NDArray[np.int64]:
+        """Histogram of a sample."""
+
+    def refined_spectrum(self, x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Histograms inside some of its bins."""
+
+    def summary(self, x: Tensor) -> tuple[npt.NDArray[np.int64], float, float, float]:
+        """Histogram of magnitudes, their sum, that of their squares, and the largest."""
+
+    def moments(self, x: Tensor) -> npt.NDArray[np.float64]:
+        """Histogram of signs and magnitudes, with sums of magnitudes and squares."""
 
     def errors_from_spectrum(
         self,

@@ -2,12 +2,13 @@
 
 Two passes over a layer. The first forms ``x + gradient`` in cache, without storing it, measures it and
 *collects* the candidates: elements at or above a floor. A NaN or an Inf ends it with nothing changed.
-The second stores the sum, and over it what encoding left of the values sent. A selection rule is no
-more than a floor and a limit (how many of the largest to keep); collecting and encoding are shared.
+The second stores the sum, and over it what encoding left of the values sent. Every selection rule
+sends the largest elements and differs only in how many: it is a floor, a limit, and what is done with
+the candidates; collecting and encoding are shared.
 
 The floor of top-k only saves time, it never decides: it is a lower bound of the k-th largest that is
 certain (small layers) or was guessed from a sample and is checked afterwards (large layers). What
-decides is the exact trimming of the candidates to the k largest.
+decides is the exact trimming of the candidates to the k largest. DGC's floor does decide.
 
 Magnitudes are compared as their bits: the bits of non-negative floats order as the floats do, and
 NaN and Inf are the largest. A *bin* is the upper 16 of these bits: exponent and 7 mantissa bits.
@@ -52,10 +53,18 @@ from hvd_adaptive.kernels.intrinsics import (
 )
 from hvd_adaptive.kernels.reference import (
     BINS,
+    LARGE,
+    SAMPLE,
+    SMALL,
+    STRIDES,
+    Rule,
+    check_bins,
+    check_body,
     check_layers,
     check_outs,
     check_spectra,
     check_spectrum,
+    check_thresholds,
     errors_from_spectrum,
 )
 from hvd_adaptive.wire import (
@@ -69,12 +78,22 @@ from hvd_adaptive.wire import (
     damaged,
 )
 
-__all__ = ["errors_from_spectrum", "sparse_decompress_add_", "spectrum", "topk_compress_"]
+__all__ = [
+    "Rule",
+    "errors_from_spectrum",
+    "moments",
+    "refined_spectrum",
+    "sample_spectrum",
+    "sparse_clear_",
+    "sparse_compress_",
+    "sparse_decompress_add_",
+    "sparse_shrink_",
+    "spectrum",
+    "summary",
+]
 
 BLOCK = 2048
 """Elements handled at once: 8 KiB of sums stay in the first-level cache."""
-SMALL = 1 << 16
-"""Elements up to which a layer is read twice from the second-level cache for a certain floor."""
 SPARE = 4096
 """Candidates that a layer may have beyond 3 k before they are trimmed."""
 AHEAD = 24
@@ -85,7 +104,9 @@ SLACK = 16
 INF = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
 
-FP32, FP16, BF16, INT8 = (int(value) for value in ValueFormat)
+FP32, FP16, BF16, INT8, SIGN = (int(value) for value in ValueFormat)
+TOPK, THRESHOLD, DGC, REDSYNC = (int(rule) for rule in Rule)
+NEAR, FAR = STRIDES
 
 TRUNCATED, OVERLONG, COUNT, FORMAT, RICE, RUN, INDEX, LENGTH, PADDING, VALUE, TRAILING = (
     int(damage) for damage in Damage if damage
@@ -115,6 +136,26 @@ def _sum_block(x, g, out, n):
         energy += np.float64(value) * np.float64(value)
         top = max(top, int32(float_bits(value) & uint32(MAGNITUDE)))
     return energy, int64(top)
+
+
+@_vector
+def _magnitude_sum(x, n):
+    """The sum of the magnitudes of n elements."""
+    a = carray(float32_pointer(x), n)
+    total = 0.0
+    for i in range(n):
+        total += np.float64(abs(a[i]))
+    return total
+
+
+@_vector
+def _count_reaching(values, count, floor):
+    """How many of ``count`` values have a magnitude of at least floor (bits)."""
+    a = carray(uint32_pointer(values), count)
+    found = int32(0)
+    for i in range(count):
+        found += int32(int32(a[i] & uint32(MAGNITUDE)) >= int32(floor))
+    return int64(found)
 
 
 @_vector
@@ -191,26 +232,50 @@ def _certain_floor(x, g, n, k, work):
 
 
 @_kernel
-def _sampled_floor(x, g, n, k, hist):
-    """A guess at a magnitude that somewhat more than k elements reach, from one group in 13 or 61.
+def _sample(x, g, n, hist):
+    """Count the bins of a sample: one group of 32 in 13, or in 61 of large layers. (top, elements)
 
     Odd strides, because weights have periods of powers of two.
     """
-    stride = LANES * (13 if n < 1 << 21 else 61)
+    stride = SAMPLE * (NEAR if n < LARGE else FAR)
     top, seen = int64(0), 0
-    for start in range(0, n - LANES, stride):
-        a = carray(float32_pointer(x + 4 * start), LANES)
-        b = carray(float32_pointer(g + 4 * start if g else x), LANES)
-        for i in range(LANES):
+    for start in range(0, n - SAMPLE, stride):
+        a = carray(float32_pointer(x + 4 * start), SAMPLE)
+        b = carray(float32_pointer(g + 4 * start if g else x), SAMPLE)
+        for i in range(SAMPLE):
             value = a[i] + b[i] if g else a[i]
             magnitude = int64(float_bits(value)) & MAGNITUDE
             hist[magnitude >> 16] += int32(1)
             top = max(top, magnitude)
-        seen += LANES
+        seen += SAMPLE
+    return top, seen
+
+
+@_kernel
+def _sampled_floor(x, g, n, k, hist):
+    """A guess at a magnitude that somewhat more than k elements reach."""
+    top, seen = _sample(x, g, n, hist)
     expected = k * seen / n
     b = _bin_of_kth(hist, top, int64(expected + 4 * np.sqrt(expected)) + 2)
     hist[:] = 0
     return max(1, b << 16)
+
+
+@_kernel
+def _floor_dgc(x, g, n, k, hist):
+    """``reference.dgc_floor`` of the sample (a test compares the two)."""
+    top, seen = _sample(x, g, n, hist)
+    expected = k * seen / n
+    wanted = max(1, int64(max(expected, 0.7 * expected + 4 * np.sqrt(expected) + 2)))
+    b = _bin_of_kth(hist, top, wanted)
+    floor = int64(1)
+    if b > 0:
+        reached = int64(0)
+        for above in range(b, (top >> 16) + 1):
+            reached += hist[above]
+        floor = (b << 16) + ((reached - wanted) << 16) // int64(hist[b])
+    hist[:] = 0
+    return floor
 
 
 @_kernel
@@ -282,18 +347,19 @@ def _hits(address, left, floor):
 
 
 @_kernel
-def _collect(x, g, n, floor, limit, work):
-    """Collect the elements of x + g that reach the floor, of more than ``limit`` the largest.
+def _collect(x, g, n, floor, limit, summing, work):
+    """Collect the elements of x + g that reach the floor; of too many at least the ``limit`` largest.
 
-    Candidates beyond the limit are trimmed when the room is full. From then on the least of the k
+    Candidates beyond the limit are trimmed when the room is full. From then on the least of those
     kept is the floor, and an equal does not reach it: its index would be higher.
 
-    Returns (energy, top, count); top >= INF: not finite, and what was collected means nothing.
+    Returns (energy, top, sum of magnitudes if ``summing``, count, floor); top >= INF: not finite, and
+    what was collected means nothing.
     """
     hist, fine, block, indices, values, _ = work
     block_address = int64(block.ctypes.data)  # unsigned, it would make a float of a signed address
     room = _room(n, limit)
-    energy, top, count = 0.0, int64(0), int64(0)
+    energy, top, total, count = 0.0, int64(0), 0.0, int64(0)
     for start in range(0, n, BLOCK):
         size = min(BLOCK, n - start)
         sums, block_energy, block_top = _read_block(x, g, start, size, block_address)
@@ -301,6 +367,8 @@ def _collect(x, g, n, floor, limit, work):
         top = max(top, block_top)
         if top >= INF:
             break
+        if summing:
+            total += _magnitude_sum(sums, size)
         if block_top < floor:
             continue
         next_x = x + 4 * (start + size)
@@ -320,10 +388,73 @@ def _collect(x, g, n, floor, limit, work):
                 indices[count] = int32(start + i)
                 values[count] = load_f32(sums + 4 * i)
                 count += 1
-    if count > limit and top < INF:
-        _trim(indices, values, count, limit, hist, fine)
+    return energy, top, total, count, floor
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+@_kernel
+def _take(x, g, n, k, rule, threshold, work):
+    """What a rule sends of a layer, as candidates in order: (energy, top, count); threshold as bits."""
+    limit = min(n, 2 * k + 1) if rule == REDSYNC else k
+    guessed = rule == DGC and n > SMALL and 0 < k < n // 3
+    if guessed:
+        first, certain = _floor_dgc(x, g, n, k, work[0]), False
+    elif rule == THRESHOLD and k > 0:
+        first, certain = threshold, True
+    else:
+        first, certain = _floor_topk(x, g, n, limit, work)
+    while True:
+        energy, top, total, count, floor = _collect(x, g, n, first, limit, rule == REDSYNC, work)
+        if top >= INF or (guessed and floor == first and 7 * k <= 10 * count <= 13 * k):
+            return energy, top, count
+        if certain or first == 1 or count >= limit:
+            break
+        first, guessed = int64(1), False
+    if count > limit:
+        _trim(work[3], work[4], count, limit, work[0], work[1])
         count = limit
+    if rule == REDSYNC and count > k:
+        count = _cut_redsync(count, k, np.float32(total / n), top, work)
     return energy, top, count
+
+
+@_kernel
+def _cut_redsync(count, k, mean, top, work):
+    """Keep between k and 2 k of the 2 k + 1 largest, in order; returns how many."""
+    hist, fine, _, indices, values, _ = work
+    floor = _bisect(int64(values.ctypes.data), count, k, mean, top)
+    if floor == 0:
+        _trim(indices, values, count, k, hist, fine)
+        return k
+    kept = int64(0)
+    for i in range(count):
+        indices[kept] = indices[i]
+        values[kept] = values[i]
+        kept += int64((int64(float_bits(values[i])) & MAGNITUDE) >= floor)
+    return kept
+
+
+@_kernel
+def _bisect(values, count, k, mean, top):
+    """``reference.redsync_count``, but it returns the bits of the threshold; 0 if there is none."""
+    low, high, middle = 0.0, np.float64(bits_float(uint32(top))), np.float64(mean)
+    while True:
+        floor = max(int64(1), int64(float_bits(np.float32(middle))))
+        reached = _count_reaching(values, count, floor)
+        if k <= reached <= 2 * k:
+            return floor
+        if reached < k:
+            high = middle
+        else:
+            low = middle
+        middle = np.float64(np.float32(low + (high - low) / 2))
+        if middle in (low, high):
+            return int64(0)
+
+
+# --- storing -------------------------------------------------------------------------------------
 
 
 @_kernel
@@ -387,6 +518,8 @@ def _varint_bytes(value):
 def _value_bytes(count, value_format):
     if value_format == INT8:
         return count + 4 * ((count + VALUE_BLOCK - 1) // VALUE_BLOCK)
+    if value_format == SIGN:
+        return 8 + (count + 7) // 8
     return count * (4 if value_format == FP32 else 2)
 
 
@@ -401,7 +534,7 @@ def _sparse_bound(numel, count, value_format):
     blocks = (count + RICE_BLOCK - 1) // RICE_BLOCK
     index_bytes = ((rest >> r) + count * (r + 1) + RICE_BITS * blocks + 7) // 8
     return (
-        _varint_bytes(count << 3)
+        _varint_bytes(count << 4)
         + _varint_bytes(index_bytes)
         + index_bytes
         + _value_bytes(count, value_format)
@@ -523,6 +656,32 @@ def _put_int8(out, values, start, size):
 
 
 @_kernel
+def _put_signs(out, values, count):
+    """Two means and a sign bit a value; values becomes the remainder. Returns the energy."""
+    plus, minus, negatives = 0.0, 0.0, int64(0)
+    for i in range(count):
+        if values[i] < 0:
+            minus -= np.float64(values[i])
+            negatives += 1
+        else:
+            plus += np.float64(values[i])
+    positives = count - negatives
+    up = np.float32(plus / positives) if positives else np.float32(0)
+    down = np.float32(minus / negatives) if negatives else np.float32(0)
+    store_f32(out, up)
+    store_f32(out + 4, down)
+    for start in range(0, count, 8):
+        byte = int64(0)
+        for i in range(min(8, count - start)):
+            negative = values[start + i] < 0
+            byte |= int64(negative) << i
+            values[start + i] -= -down if negative else up
+        store_u8(out + 8 + (start >> 3), uint8(byte))
+    squares = positives * np.float64(up) ** 2
+    return squares + negatives * np.float64(down) ** 2
+
+
+@_kernel
 def _put_values(out, values, count, value_format):
     """Write the values and leave in them what rounding left out. Returns (energy, next address)."""
     energy = 0.0
@@ -532,6 +691,8 @@ def _put_values(out, values, count, value_format):
             energy += _put_int8(out, values, start, size)
             out += 4 + size
         return energy, out
+    if value_format == SIGN:
+        return _put_signs(out, values, count), out + _value_bytes(count, value_format)
     for i in range(count):
         value = values[i]
         decoded = value
@@ -553,7 +714,7 @@ def _put_values(out, values, count, value_format):
 @_kernel
 def _encode(out, indices, values, count, value_format, parameters):
     """Write one layer and leave in its values what rounding left out. Returns (energy, address)."""
-    out = _put_varint(out, (count << 3) | (value_format << 1 if count else 0))
+    out = _put_varint(out, (count << 4) | (value_format << 1 if count else 0))
     if count == 0:
         return 0.0, out
     index_bytes = (_choose_rice(indices, count, parameters) + 7) >> 3
@@ -566,31 +727,34 @@ def _encode(out, indices, values, count, value_format, parameters):
 
 
 @_kernel
-def _room(n, k):
-    """Candidates that a layer may have: three times what it sends, and some more."""
-    return min(n, 3 * k + SPARE)
+def _room(n, limit):
+    """Candidates that a layer may have: three times what is kept of them, and some more."""
+    return min(n, 3 * limit + SPARE)
 
 
 @_kernel
-def _sizes(offsets, counts, value_format):
+def _sizes(offsets, counts, value_format, rule):
     """Bytes that the body needs at most, and the most candidates that a layer can have."""
     total, candidates = 0, 0
     for layer in range(len(counts)):
         n = offsets[layer + 1] - offsets[layer]
         k = min(counts[layer], n)
-        total += _sparse_bound(n, k, value_format)
-        candidates = max(candidates, _room(n, k))
+        limit = k
+        most = k
+        if rule == REDSYNC:
+            limit, most = 2 * k + 1, 2 * k
+        elif rule == DGC:
+            most = 13 * k // 10
+        total += _sparse_bound(n, most, value_format)
+        candidates = max(candidates, _room(n, limit))
     return total, candidates
 
 
 @_kernel
-def _topk_layer(x, g, n, k, value_format, out, stats, spectrum, work):
+def _compress_layer(x, g, n, k, rule, floor, value_format, out, stats, spectrum, work):
     """One layer, from the gradient to the payload; returns the address after it."""
     _, _, _, indices, values, parameters = work
-    floor, certain = _floor_topk(x, g, n, k, work)
-    energy, top, count = _collect(x, g, n, floor, k, work)
-    if count < k and top < INF and not certain:
-        energy, top, count = _collect(x, g, n, int64(1), k, work)
+    energy, top, count = _take(x, g, n, k, rule, floor, work)
     if top >= INF:
         stats[:] = 0.0
         stats[3] = 1.0
@@ -602,7 +766,7 @@ def _topk_layer(x, g, n, k, value_format, out, stats, spectrum, work):
 
 
 @_kernel
-def _topk_layers(x, offsets, counts, grads, value_format, out, stats, spectra, work):
+def _compress_layers(x, offsets, counts, rule, floors, grads, how, out, stats, spectra, work):
     """All layers of a bucket; returns the bytes written."""
     start = out
     for layer in range(len(counts)):
@@ -610,9 +774,32 @@ def _topk_layers(x, offsets, counts, grads, value_format, out, stats, spectra, w
         n = offsets[layer + 1] - first
         k = min(counts[layer], n)
         spectrum = spectra + 8 * BINS * layer if spectra != 0 else 0
-        g, row = grads[layer], stats[layer]
-        out = _topk_layer(x + 4 * first, g, n, k, value_format, out, row, spectrum, work)
+        g, floor, row = grads[layer], floors[layer], stats[layer]
+        out = _compress_layer(x + 4 * first, g, n, k, rule, floor, how, out, row, spectrum, work)
     return out - start
+
+
+@_kernel
+def _energy_by_layer(offsets, indices, values, count, stats, column):
+    """Add the energies of values of all layers' one vector to a column of their layers' rows."""
+    layer = 0
+    for i in range(count):
+        while int64(indices[i]) >= offsets[layer + 1] - offsets[0]:
+            layer += 1
+        stats[layer, column] += np.float64(values[i]) * np.float64(values[i])
+
+
+@_kernel
+def _note_sent(end, offsets, indices, values, count, value_format, stats):
+    """Energy and number of what each layer sends of a body that ends at ``end``, into its row."""
+    if count == 0:
+        return
+    _get_values(end - _value_bytes(count, value_format), values, count, value_format)
+    _energy_by_layer(offsets, indices, values, count, stats, 1)
+    edges = offsets - offsets[0]
+    for layer in range(len(stats)):
+        cuts = np.searchsorted(indices[:count], edges[layer : layer + 2])
+        stats[layer, 2] = float(cuts[1] - cuts[0])
 
 
 class _Work(threading.local):
@@ -623,22 +810,34 @@ class _Work(threading.local):
         self.fine = np.empty(256, np.int32)
         self.block = np.empty(BLOCK, np.float32)
         self.grow(1 << 12)
+        self.grow_decoded(1 << 12)
 
     def grow(self, candidates: int) -> None:
         self.indices = np.empty(candidates, np.int32)
         self.values = np.empty(candidates, np.float32)
         self.parameters = np.empty(candidates // RICE_BLOCK + 1, np.uint8)
 
+    def grow_decoded(self, count: int) -> None:
+        self.decoded_indices = np.empty(count, np.int32)
+        self.decoded_values = np.empty(count, np.float32)
+
     def arrays(self, candidates: int) -> tuple[npt.NDArray[np.generic], ...]:
+        """For compressing: bins, digits, a block of sums, candidates, and Rice parameters."""
         if candidates > len(self.indices):
             self.grow(candidates + candidates // 4)
         return (self.hist, self.fine, self.block, self.indices, self.values, self.parameters)
+
+    def decoded(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """For decompressing: indices and values."""
+        if count > len(self.decoded_indices):
+            self.grow_decoded(count + count // 4)
+        return (self.decoded_indices, self.decoded_values)
 
 
 _work = _Work()
 
 
-def topk_compress_(
+def sparse_compress_(
     x: Tensor,
     offsets: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
@@ -646,32 +845,49 @@ def topk_compress_(
     grads: Sequence[Tensor] | None = None,
     reserve: int = 0,
     spectra: npt.NDArray[np.int64] | None = None,
+    rule: Rule = Rule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
-    """See :func:`hvd_adaptive.kernels.reference.topk_compress_`: the same bytes, at memory speed.
+    """See :func:`hvd_adaptive.kernels.reference.sparse_compress_`: the same bytes, at memory speed.
 
     Releases the GIL. Cost at density 1 %: about three copies of the tensor, and for small layers some
-    microseconds each. Memory: 24 bytes a value sent by the largest layer, kept for each thread.
+    microseconds each. Memory: 24 bytes a value sent by the largest layer, kept for each thread (48
+    for RedSync).
     """
-    offsets, counts = check_layers(x, offsets, counts, grads)
-    layers = len(counts)
+    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    floors = check_thresholds(rule, thresholds, len(counts))
+    layers = len(offsets) - 1
     check_spectra(spectra, layers)
     addresses = np.zeros(layers, np.int64)
     if grads is not None:
         addresses[:] = [grad.data_ptr() for grad in grads]
-    bound, candidates = _sizes(offsets, counts, int(values))
-    buffer = torch.empty(reserve + bound + SLACK, dtype=torch.uint8)
+    spectra_address = 0 if spectra is None else spectra.ctypes.data
+    spans = offsets[[0, -1]] if whole else offsets
+    bound, candidates = _sizes(spans, counts, int(values), int(rule))
+    buffer = torch.empty(reserve + max(bound, layers) + SLACK, dtype=torch.uint8)
     stats = np.empty((layers, 4))
-    size = _topk_layers(
-        x.data_ptr(),
-        offsets,
-        counts,
-        addresses,
-        int(values),
-        buffer.data_ptr() + reserve,
-        stats,
-        0 if spectra is None else spectra.ctypes.data,
-        _work.arrays(candidates),
+    how, work = int(values), _work.arrays(candidates)
+    start, out = x.data_ptr(), buffer.data_ptr() + reserve
+    if not whole:
+        size = _compress_layers(
+            start, offsets, counts, int(rule), floors, addresses, how, out, stats, spectra_address, work
+        )
+        return buffer[: reserve + size], stats
+    # Every layer is added and measured by itself first: one that is not finite must stay as it was.
+    none = np.zeros(layers, np.int64)
+    _compress_layers(
+        start, offsets, none, int(Rule.topk), none, addresses, how, out, stats, spectra_address, work
     )
+    if stats[:, 3].any():
+        buffer[reserve] = 1
+        return buffer[: reserve + 1], stats
+    total = np.empty((1, 4))
+    size = _compress_layers(
+        start, spans, counts, int(rule), floors, np.zeros(1, np.int64), how, out, total, 0, work
+    )
+    count = int(total[0, 2])
+    _note_sent(out + size, offsets, work[3], _work.decoded(count)[1], count, how, stats)
     return buffer[: reserve + size], stats
 
 
@@ -775,6 +991,12 @@ def _get_values(position, values, count, value_format):
                 values[start + i] = np.float32(code) * scale
             position += 4 + size
         return
+    if value_format == SIGN:
+        up, down = load_f32(position), load_f32(position + 4)
+        for i in range(count):
+            negative = (int64(load_u8(position + 8 + (i >> 3))) >> (i & 7)) & 1
+            values[i] = -down if negative else up
+        return
     for i in range(count):
         if value_format == FP32:
             values[i] = load_f32(position + 4 * i)
@@ -782,6 +1004,18 @@ def _get_values(position, values, count, value_format):
             values[i] = _half_value(int64(load_u16(position + 2 * i)))
         else:
             values[i] = bits_float(uint32(load_u16(position + 2 * i)) << uint32(16))
+
+
+@_kernel
+def _check_signs(position, count):
+    """(damage, address) of the two means and the bits after the last sign."""
+    for mean in range(2):
+        if (int64(load_u32(position + 4 * mean)) & MAGNITUDE) >= INF:
+            return VALUE, position
+    last = position + 7 + (count + 7) // 8
+    if count & 7 and int64(load_u8(last)) >> (count & 7):
+        return PADDING, last
+    return 0, position
 
 
 @_kernel
@@ -793,14 +1027,14 @@ def _decode_layer(position, end, n, expected, indices, values):
     header, after = _get_varint(position, end)
     if header < 0:
         return -header, after, 0
-    count, value_format = header >> 3, (header >> 1) & 3
+    count, value_format = header >> 4, (header >> 1) & 7
     if count == 0:
         if value_format != 0:
             return FORMAT, position, 0
         return 0, after, -(header & 1)
     if count > n or header & 1:
         return COUNT, position, 0
-    if value_format != expected and expected >= 0:
+    if value_format > SIGN or (value_format != expected and expected >= 0):
         return FORMAT, position, 0
     index_bytes, position = _get_varint(after, end)
     if index_bytes < 0:
@@ -809,6 +1043,8 @@ def _decode_layer(position, end, n, expected, indices, values):
     if index_bytes > end - position or value_bytes > end - position - index_bytes:
         return TRUNCATED, end, 0
     damage, after = _get_rice(position, position + index_bytes, n, indices, count)
+    if damage == 0 and value_format == SIGN:
+        damage, after = _check_signs(after, count)
     if damage:
         return damage, after, 0
     _get_values(after, values, count, value_format)
@@ -818,51 +1054,212 @@ def _decode_layer(position, end, n, expected, indices, values):
 
 
 @_kernel
-def _add_layers(start, size, outs, numels, scale, expected, marks, indices, values):
-    """Decode all layers; returns (damage, layer, byte position)."""
+def _scatter(out, n, first, i, count, scale, clear, indices, values):
+    """Put what is left from value i on and lies in [first, first + n) into an output.
+
+    Returns the first value that lies beyond. ``clear`` stores zeros instead of adding.
+    """
+    end = i
+    while end < count and int64(indices[end]) < first + n:
+        end += 1
+    target = carray(float32_pointer(out), n)
+    for j in range(i, end):
+        prefetch(out + 4 * (int64(indices[min(j + AHEAD, end - 1)]) - first))
+        index = int64(indices[j]) - first
+        target[index] = np.float32(0) if clear else target[index] + scale * values[j]
+    return end
+
+
+@_kernel
+def _apply_layers(start, size, outs, numels, whole, clear, scale, expected, marks, decoded):
+    """Decode all layers into the outputs; returns (damage, layer, byte position)."""
+    indices, values = decoded
     position, end = start, start + size
-    for layer in range(len(outs)):
-        n = numels[layer]
+    coded = 1 if whole else len(outs)
+    for layer in range(coded):
+        first, last = (0, len(outs)) if whole else (layer, layer + 1)
+        n = int64(numels[first:last].sum())
         damage, position, count = _decode_layer(position, end, n, expected, indices, values)
         if damage:
             return damage, layer, position - start
-        out = carray(float32_pointer(outs[layer]), n)
-        marks[layer] = count < 0
-        if count < 0:
-            out[:] = np.float32(np.nan)
-        for i in range(count):
-            prefetch(outs[layer] + 4 * int64(indices[min(i + AHEAD, count - 1)]))
-            out[indices[i]] += scale * values[i]
+        before, i = int64(0), int64(0)
+        for out in range(first, last):
+            marks[out] = count < 0
+            if count < 0 and not clear:
+                carray(float32_pointer(outs[out]), numels[out])[:] = np.float32(np.nan)
+            i = _scatter(outs[out], numels[out], before, i, count, scale, clear, indices, values)
+            before += numels[out]
     if position != end:
-        return TRAILING, len(outs) - 1, position - start
+        return TRAILING, coded - 1, position - start
     return 0, 0, 0
 
 
-def sparse_decompress_add_(
-    body: Tensor, outs: Sequence[Tensor], scale: float, values: ValueFormat | None = None
+def _apply(
+    body: Tensor,
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None,
+    whole: bool,
+    clear: bool,
 ) -> npt.NDArray[np.uint8]:
-    """See :func:`hvd_adaptive.kernels.reference.sparse_decompress_add_`. Releases the GIL."""
-    numels = np.array(check_outs(body, outs), np.int64)
+    """Decode a body into the outputs, or clear them where it holds a value; returns the marks."""
+    numels = np.array(check_outs(body, outs, whole), np.int64)
     addresses = np.array([out.data_ptr() for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)
     size = body.numel()
-    # A value takes at least a byte, so a body cannot hold more values than bytes.
-    work = _work.arrays(size)
-    damage, layer, position = _add_layers(
+    spans = numels.sum(keepdims=True) if whole else numels
+    damage, layer, position = _apply_layers(
         body.data_ptr(),
         size,
         addresses,
         numels,
+        whole,
+        clear,
         np.float32(scale),
         -1 if values is None else int(values),
         marks,
-        work[3],
-        work[4],
+        _work.decoded(_most_decoded(size, spans)),
     )
     if damage:
-        numel = int(numels[layer]) if outs else 0
-        raise damaged(damage, max(layer, 0), numel, min(position, size), size)
+        raise _damaged(damage, layer, spans, position, size)
     return marks
+
+
+def _most_decoded(size: int, numels: npt.NDArray[np.int64]) -> int:
+    """The most values that a layer in ``size`` bytes can hold: a value takes at least a bit."""
+    return min(8 * size, int(numels.max(initial=0)))
+
+
+def _damaged(
+    damage: int, layer: int, numels: npt.NDArray[np.int64], position: int, size: int
+) -> Exception:
+    layer = max(layer, 0)
+    return damaged(damage, layer, int(numels[layer]) if len(numels) else 0, min(position, size), size)
+
+
+def sparse_decompress_add_(
+    body: Tensor,
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None = None,
+    whole: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """See :func:`hvd_adaptive.kernels.reference.sparse_decompress_add_`. Releases the GIL."""
+    return _apply(body, outs, scale, values, whole, clear=False)
+
+
+def sparse_clear_(
+    body: Tensor, outs: Sequence[Tensor], values: ValueFormat | None = None, whole: bool = False
+) -> None:
+    """See :func:`hvd_adaptive.kernels.reference.sparse_clear_`. Releases the GIL."""
+    _apply(body, outs, 0.0, values, whole, clear=True)
+
+
+# --- compressing again ---------------------------------------------------------------------------
+
+
+@_kernel
+def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded, work):
+    """Decode a layer, encode what the rule takes of its values, and add the others to x.
+
+    Returns (damage, next address or that of the damage, next address of the output, count decoded).
+    """
+    old_indices, old_values = decoded
+    damage, position, count = _decode_layer(position, end, n, how, old_indices, old_values)
+    if damage:
+        return damage, position, out, count
+    if count < 0:
+        stats[:] = 0.0
+        stats[3] = 1.0
+        return 0, position, _put_varint(out, int64(1)), count
+    _, _, _, indices, values, parameters = work
+    old = int64(old_values.ctypes.data)
+    energy, _, kept = _take(old, 0, count, min(k, count), rule, floor, work)
+    target = carray(float32_pointer(x), n)
+    done = 0
+    for i in range(count):
+        index = old_indices[i]
+        prefetch(x + 4 * int64(old_indices[min(i + AHEAD, count - 1)]))
+        if done < kept and indices[done] == i:
+            indices[done] = index
+            done += 1
+        else:
+            target[index] += old_values[i]
+    sent, out = _encode(out, indices, values, kept, how, parameters)
+    for i in range(kept):
+        target[indices[i]] += values[i]
+    stats[0], stats[1], stats[2], stats[3] = energy, sent, float(kept), 0.0
+    return 0, position, out, count
+
+
+@_kernel
+def _shrink_layers(body, size, x, offsets, counts, rule, floors, how, out, stats, decoded, work):
+    """All layers of a bucket; returns (damage, layer, position, bytes written, last layer's count)."""
+    position, end, start, count = body, body + size, out, int64(0)
+    for layer in range(len(counts)):
+        first = offsets[layer]
+        n = offsets[layer + 1] - first
+        k, floor, row = counts[layer], floors[layer], stats[layer]
+        damage, position, out, count = _shrink_layer(
+            position, end, x + 4 * first, n, k, rule, floor, how, out, row, decoded, work
+        )
+        if damage:
+            return damage, layer, position - body, 0, 0
+    if position != end:
+        return TRAILING, len(counts) - 1, position - body, 0, 0
+    return 0, 0, 0, out - start, count
+
+
+def sparse_shrink_(
+    body: Tensor,
+    x: Tensor,
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: ValueFormat,
+    reserve: int = 0,
+    rule: Rule = Rule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    """See :func:`hvd_adaptive.kernels.reference.sparse_shrink_`. Releases the GIL.
+
+    Cost: about 10 ns for every value in ``body``.
+    """
+    offsets, counts = check_layers(x, offsets, counts, None, whole)
+    floors = check_thresholds(rule, thresholds, len(counts))
+    check_body(body, x)
+    spans = offsets[[0, -1]] if whole else offsets
+    numels, size = np.diff(spans), body.numel()
+    most = _most_decoded(size, numels)
+    counts = np.minimum(counts, most)
+    bound, candidates = _sizes(spans, counts, int(values), int(rule))
+    buffer = torch.empty(reserve + bound + SLACK, dtype=torch.uint8)
+    stats = np.empty((len(counts), 4))
+    decoded, work = _work.decoded(most), _work.arrays(candidates)
+    how, out = int(values), buffer.data_ptr() + reserve
+    damage, layer, position, written, count = _shrink_layers(
+        body.data_ptr(),
+        size,
+        x.data_ptr(),
+        spans,
+        counts,
+        int(rule),
+        floors,
+        how,
+        out,
+        stats,
+        decoded,
+        work,
+    )
+    if damage:
+        raise _damaged(damage, layer, numels, position, size)
+    if whole:
+        sent, nonfinite = int(stats[0, 2]), stats[0, 3]
+        stats = np.zeros((len(offsets) - 1, 4))
+        stats[:, 3] = nonfinite
+        _energy_by_layer(offsets, *decoded, count, stats, 0)
+        _note_sent(out + written, offsets, work[3], decoded[1], sent, how, stats)
+    return buffer[: reserve + written], stats
 
 
 # --- the spectrum --------------------------------------------------------------------------------
@@ -874,3 +1271,81 @@ def spectrum(x: Tensor) -> npt.NDArray[np.int64]:
     hist = np.zeros(BINS, np.int64)
     _count_block(x.data_ptr(), x.numel(), hist.ctypes.data)
     return hist
+
+
+def sample_spectrum(x: Tensor) -> npt.NDArray[np.int64]:
+    """See :func:`hvd_adaptive.kernels.reference.sample_spectrum`. Releases the GIL."""
+    check_spectrum(x)
+    hist = np.zeros(BINS, np.int32)
+    _sample(x.data_ptr(), 0, x.numel(), hist)
+    return hist.astype(np.int64)
+
+
+@_kernel
+def _count_fine(x, n, floor, rows, fine):
+    """Count the lower 16 bits of the elements in the row of their bin; a spare one saves a branch.
+
+    Elements below floor (bits) are passed over 32 at a time.
+    """
+    for start in range(0, n, LANES):
+        hits = _hits(x + 4 * start, n - start, floor)
+        while hits:
+            i = start + int64(trailing_zeros(hits))
+            hits &= hits - uint64(1)
+            magnitude = int64(load_u32(x + 4 * i)) & MAGNITUDE
+            fine[rows[magnitude >> 16], magnitude & 0xFFFF] += int32(1)
+
+
+def refined_spectrum(x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """See :func:`hvd_adaptive.kernels.reference.refined_spectrum`. Releases the GIL."""
+    check_spectrum(x)
+    bins = check_bins(bins)
+    rows = np.full(BINS, len(bins), np.int32)
+    rows[bins] = np.arange(len(bins), dtype=np.int32)
+    fine = np.zeros((len(bins) + 1, 1 << 16), np.int32)
+    floor = int(bins.min(initial=BINS)) << 16
+    _count_fine(x.data_ptr(), x.numel(), floor, rows, fine)
+    return fine[:-1]
+
+
+def summary(x: Tensor) -> tuple[npt.NDArray[np.int64], float, float, float]:
+    """See :func:`hvd_adaptive.kernels.reference.summary`. Releases the GIL."""
+    check_spectrum(x)
+    hist = np.zeros(BINS, np.int64)
+    total, energy, top = _summarise(x.data_ptr(), x.numel(), hist.ctypes.data)
+    return hist, total, energy, float(np.uint32(top).view(np.float32))
+
+
+@_kernel
+def _summarise(x, n, spectrum):
+    """(sum of magnitudes, energy, largest magnitude as bits), block by block: one read of memory."""
+    total, energy, top = 0.0, 0.0, int64(0)
+    for start in range(0, n, BLOCK):
+        size = min(BLOCK, n - start)
+        total += _magnitude_sum(x + 4 * start, size)
+        block_energy, block_top = _measure_block(x + 4 * start, size)
+        energy += block_energy
+        top = max(top, block_top)
+        _count_block(x + 4 * start, size, spectrum)
+    return total, energy, top
+
+
+@_kernel
+def _add_moments(x, n, moments):
+    """Add count, sum and square of every element to the row of its sign and bin."""
+    words = carray(uint32_pointer(x), n)
+    for i in range(n):
+        word = uint32(words[i])
+        magnitude = np.float64(bits_float(word & uint32(MAGNITUDE)))
+        row = moments[int64(word) >> 16]
+        row[0] += 1.0
+        row[1] += magnitude
+        row[2] += magnitude * magnitude
+
+
+def moments(x: Tensor) -> npt.NDArray[np.float64]:
+    """See :func:`hvd_adaptive.kernels.reference.moments`. Releases the GIL."""
+    check_spectrum(x)
+    sums = np.zeros((2 * BINS, 3))
+    _add_moments(x.data_ptr(), x.numel(), sums)
+    return sums.reshape(2, BINS, 3)

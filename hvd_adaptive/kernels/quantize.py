@@ -40,7 +40,7 @@ from hvd_adaptive.kernels.intrinsics import (
     store_u64,
 )
 from hvd_adaptive.kernels.quantize_reference import (
-    FLOAT_MAX,
+    LARGEST_NORM,
     WEIGHT_BINS,
     WEIGHT_SHIFT,
     check_bits,
@@ -49,6 +49,7 @@ from hvd_adaptive.kernels.quantize_reference import (
 )
 from hvd_adaptive.kernels.reference import check_layers, check_outs, check_spectra
 from hvd_adaptive.wire_codes import (
+    LEVELS,
     MAX_BITS,
     NONFINITE,
     TRIT_BYTES,
@@ -71,7 +72,17 @@ L2, MAX, POWER, CLIPPED, MEAN, SIDES = (int(norm) for norm in Norm)
 UNIFORM, POWERS, TABLE, SIGN = (int(rounding) for rounding in Rounding)
 
 EXPONENT = 0x7F800000
-LARGEST_POWER = 0x7F000000  # 2^127
+TRIT_CODES = np.array(
+    [
+        sum(
+            (byte // 3**digit % 3 if byte < TRIT_BYTES else 255) << (8 * digit)
+            for digit in range(TRITS)
+        )
+        for byte in range(256)
+    ],
+    dtype=np.uint64,
+)
+"""The five codes in a byte, a byte each."""
 BIAS = 127
 
 _kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
@@ -107,8 +118,9 @@ def _total(terms, n):
         half = 1
         while 2 * half < n:
             half *= 2
+        lower, upper = terms[:half], terms[half:n]
         for i in range(n - half):
-            terms[i] += terms[half + i]
+            lower[i] += upper[i]
         n = half
     return terms[0]
 
@@ -124,14 +136,14 @@ def _squares(address, n, terms):
 
 @_kernel
 def _mean_of_side(address, n, sign, terms):
-    """The mean magnitude of the values of one sign (-0 counts as positive), and 0 of none."""
+    """Mean magnitude of the values that are negative (sign -1) or are not (1); 0 of none."""
     a = carray(float32_pointer(address), n)
-    count = 0
+    negative = 0
     for i in range(n):
-        inside = sign * a[i] > 0 or (sign > 0 and a[i] == 0)
-        terms[i] = np.float64(abs(a[i])) if inside else 0.0
-        count += int64(inside)
-    return np.float32(_total(terms, n) / max(1, count))
+        negative += int64(a[i] < 0)
+        terms[i] = np.float64(max(sign * a[i], np.float32(0)))
+    count = negative if sign < 0 else n - negative
+    return abs(np.float32(_total(terms, n) / max(1, count)))  # no -0
 
 
 @_kernel
@@ -150,15 +162,16 @@ def _put_norms(out, address, n, energy, top, norm, clip, terms):
         store_f32(out + 4, _mean_of_side(address, n, np.float32(1), terms))
         return out + 8
     if norm == L2:
-        value = np.float32(min(np.sqrt(energy), FLOAT_MAX))
+        value = np.float32(min(np.sqrt(energy), LARGEST_NORM))
     elif norm == MEAN:
         value = _mean(address, n, terms)
     elif norm == POWER:
-        value = bits_float(uint32(min((top + 0x7FFFFF) & EXPONENT, LARGEST_POWER)))
+        value = bits_float(uint32((top + 0x7FFFFF) & EXPONENT))
     else:
         value = bits_float(uint32(top))
         if norm == CLIPPED:
-            value = min(value, np.float32(min(clip * np.sqrt(energy / n), FLOAT_MAX)))
+            value = min(value, np.float32(min(clip * np.sqrt(energy / n), LARGEST_NORM)))
+    value = min(value, np.float32(LARGEST_NORM))
     store_f32(out, value)
     return out + 4
 
@@ -166,7 +179,7 @@ def _put_norms(out, address, n, energy, top, norm, clip, terms):
 @_kernel
 def _measure(x, g, n, block, norm, clip, out, work):
     """The first pass: write the norms. Returns (energy; -1 where not finite, address after them)."""
-    sums, terms, _ = work
+    sums, terms, _, _, _, _, _, _ = work
     sums_address = int64(sums.ctypes.data)
     energy = 0.0
     for start in range(0, n, block):
@@ -187,7 +200,7 @@ def _measure(x, g, n, block, norm, clip, out, work):
 def _uniform(i, low, high):
     """Number i of a stream, one of the 2^24 multiples of 2^-24 in [0, 1): a hash of i and the key.
 
-    The 32-bit mixer of Wellons ("lowbias32", 2018), with half of the key before and half inside.
+    The 32-bit mixer of Wellons ("lowbias32", 2018), with half of the mixed key before and half inside.
     """
     h = uint32(i ^ low)
     h = uint32(h ^ (h >> uint32(16)))
@@ -200,6 +213,16 @@ def _uniform(i, low, high):
 
 
 @_kernel
+def _halves(key):
+    """The halves of ``keys.mix(key)`` (the oracle compares the two)."""
+    word = uint64(key) + uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> uint64(27))) * uint64(0x94D049BB133111EB)
+    word ^= word >> uint64(31)
+    return uint32(word & uint64(0xFFFFFFFF)), uint32(word >> uint64(32))
+
+
+@_kernel
 def _share(value, norm):
     """value / norm, saturated: what is left to round."""
     return min(max(value / norm, np.float32(-1)), np.float32(1))
@@ -209,52 +232,58 @@ def _share(value, norm):
 def _round_uniform(address, n, norm, top, low, high, first, codes):
     """Codes of n values for 2 top + 1 evenly spaced levels."""
     a = carray(float32_pointer(address), n)
+    middle = np.float32(top)
     for i in range(n):
-        scaled = _share(a[i], norm) * np.float32(top)
+        scaled = _share(a[i], norm) * middle
         below = np.floor(scaled)
-        up = _uniform(uint32(first + i), low, high) < scaled - below
-        codes[i] = uint8(int32(below) + int32(up) + int32(top))
+        up = np.float32(_uniform(uint32(first + i), low, high) < scaled - below)
+        codes[i] = uint8(np.int32(below + middle + up))
 
 
 @_kernel
 def _round_powers(address, n, norm, top, low, high, first, codes):
     """Codes of n values for the levels 0 and 2^-j, j < top: a level's index is its exponent."""
     a = carray(float32_pointer(address), n)
-    zero = int32(BIAS - top)  # the exponent that zero has in the place of -infinity
-    least = bits_float(uint32((zero + 1) << 23))
+    middle = np.float32(top)
+    zero = np.float32(BIAS - top)  # the exponent that zero has in the place of -infinity
+    least = bits_float(uint32((BIAS - top + 1) << 23))
     for i in range(n):
         share = _share(a[i], norm)
-        word = int32(float_bits(share)) & int32(MAGNITUDE)
-        level = max((word >> int32(23)) - zero, int32(0))
-        magnitude = bits_float(uint32(word))
-        gap = bits_float(uint32(word & int32(EXPONENT)))
-        below = gap if level > 0 else np.float32(0)
-        gap = gap if level > 0 else least
-        negative = share < 0
-        part = (below + gap - magnitude) / gap if negative else (magnitude - below) / gap
-        up = int32(_uniform(uint32(first + i), low, high) < part)
-        codes[i] = uint8(int32(top) + (up - level - int32(1) if negative else level + up))
+        word = float_bits(share) & uint32(EXPONENT)
+        level = max(np.float32(int32(word >> uint32(23))) - zero, np.float32(0))
+        below = bits_float(word) if level > 0 else np.float32(0)
+        gap = bits_float(word) if level > 0 else least
+        inside = abs(share) - below
+        inside = gap - inside if share < 0 else inside
+        up = np.float32(_uniform(uint32(first + i), low, high) < inside / gap)
+        lower = np.float32(-1) - level if share < 0 else level
+        codes[i] = uint8(np.int32(middle + lower + up))
 
 
 @_kernel
-def _round_table(address, n, norm, levels, alphabet, low, high, first, codes):
-    """Codes of n values for any rising levels, by bisection."""
+def _round_table(address, n, norm, levels, bits, alphabet, low, high, first, codes, work):
+    """Codes of n values for any rising levels: bisection, a step for all values at a time."""
+    _, _, _, shares, below, gap, search, gaps = work
     a = carray(float32_pointer(address), n)
-    half = 1
-    while 2 * half < alphabet:
-        half *= 2
-    last = int64(alphabet - 2)
     for i in range(n):
-        share = _share(a[i], norm)
-        below = int64(0)
-        step = half
-        while step > 0:
-            other = min(below + step, last)
-            below = other if levels[other] <= share else below
-            step >>= 1
-        part = (share - levels[below]) / (levels[below + 1] - levels[below])
-        up = _uniform(uint32(first + i), low, high) < part
-        codes[i] = uint8(below + int64(up))
+        shares[i] = _share(a[i], norm)
+    search[: alphabet - 1] = levels[: alphabet - 1]
+    search[alphabet - 1 :] = np.float32(2)  # above any share
+    for i in range(alphabet - 1):
+        gaps[i] = levels[i + 1] - levels[i]
+    codes[:n] = 0
+    step = uint64(1) << uint64(bits - 1)
+    while step > uint64(0):
+        for i in range(n):
+            other = codes[i] + step
+            codes[i] = uint8(other) if search[other] <= shares[i] else codes[i]
+        step >>= uint64(1)
+    for i in range(n):
+        below[i] = levels[codes[i]]
+        gap[i] = gaps[codes[i]]
+    for i in range(n):
+        part = (shares[i] - below[i]) / gap[i]
+        codes[i] += uint8(_uniform(uint32(first + i), low, high) < part)
 
 
 @_kernel
@@ -266,9 +295,9 @@ def _round_sign(address, n, codes):
 
 
 @_kernel
-def _choose(address, n, norm, rounding, bits, levels, alphabet, key, first, codes):
+def _choose(address, n, norm, rounding, bits, levels, alphabet, key, first, codes, work):
     """Codes of one block."""
-    low, high = uint32(key & uint64(0xFFFFFFFF)), uint32(key >> uint64(32))
+    low, high = _halves(key)
     norm = norm if norm > 0 else np.float32(1)
     top = (alphabet - 1) >> 1
     if rounding == SIGN:
@@ -278,7 +307,7 @@ def _choose(address, n, norm, rounding, bits, levels, alphabet, key, first, code
     elif rounding == POWERS and bits > 1:
         _round_powers(address, n, norm, top, low, high, first, codes)
     else:
-        _round_table(address, n, norm, levels, alphabet, low, high, first, codes)
+        _round_table(address, n, norm, levels, bits, alphabet, low, high, first, codes, work)
 
 
 @_kernel
@@ -290,16 +319,27 @@ def _block_levels(norms, sides, levels, pair):
     return np.float32(1), pair
 
 
+@_kernel
+def _decode(codes, n, norm, rounding, levels, alphabet, decoded):
+    """decoded = norm * the codes' levels: evenly spaced ones by arithmetic, others by look-up."""
+    if rounding == UNIFORM and alphabet > 2:
+        top = np.float32((alphabet - 1) >> 1)
+        for i in range(n):
+            decoded[i] = norm * ((np.float32(int32(codes[i])) - top) / top)
+        return
+    for i in range(n):
+        decoded[i] = norm * levels[codes[i]]
+
+
 @_vector
-def _leave(x, sums, n, norm, levels, codes):
-    """x = sums - what the codes decode to; returns the energy of that."""
+def _leave(x, sums, n, decoded):
+    """x = sums - decoded; returns the energy of what is decoded."""
     a = carray(float32_pointer(sums), n)
     b = carray(float32_pointer(x), n)
     sent = 0.0
     for i in range(n):
-        decoded = norm * levels[codes[i]]
-        b[i] = a[i] - decoded
-        sent += np.float64(decoded) * np.float64(decoded)
+        b[i] = a[i] - decoded[i]
+        sent += np.float64(decoded[i]) * np.float64(decoded[i])
     return sent
 
 
@@ -353,13 +393,10 @@ def _pack_trits(codes, groups, out):
 
 @_kernel
 def _unpack_trits(position, end, groups, codes):
-    """Undo :func:`_pack_trits`; what is no byte of five digits gives a code that is no digit."""
+    """Undo :func:`_pack_trits`; other bytes than of five digits give no codes. Touches 3 more."""
     for group in range(groups):
-        word = int64(load_u8(position + group)) if position + group < end else 0
-        over = 3 if word >= TRIT_BYTES else 0
-        for digit in range(TRITS):
-            store_u8(codes + TRITS * group + digit, uint8(word % 3 + over))
-            word //= 3
+        word = load_u8(position + group) if position + group < end else uint8(0)
+        store_u64(codes + TRITS * group, TRIT_CODES[word])
 
 
 @_kernel
@@ -404,7 +441,7 @@ def _unpack(position, end, first, count, bits, alphabet, codes):
 def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, spectrum, work):
     """The second pass over a layer whose norms are written: (energy sent, address after the codes)."""
     block, norm, rounding, _ = rule
-    sums, _, codes = work
+    sums, _, codes, decoded, _, _, _, _ = work
     sums_address, codes_address = int64(sums.ctypes.data), int64(codes.ctypes.data)
     pair = np.empty(2, np.float32)
     group = _group(alphabet)
@@ -418,12 +455,14 @@ def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, spectrum, wo
         scale, table = _block_levels(norms, norm == SIDES, levels, pair)
         norms += 8 if norm == SIDES else 4
         chosen = codes[ready:]
-        _choose(values, size, scale, rounding, bits, levels, alphabet, key, start, chosen)
-        sent += _leave(x + 4 * start, values, size, scale, table, chosen)
+        _choose(values, size, scale, rounding, bits, levels, alphabet, key, start, chosen, work)
+        _decode(chosen, size, scale, rounding, table, alphabet, decoded)
+        sent += _leave(x + 4 * start, values, size, decoded)
         ready += size
         out = _pack(codes_address, ready // group, bits, alphabet, out)
         done = ready // group * group
-        codes[: ready - done] = codes[done:ready]
+        for i in range(ready - done):
+            codes[i] = codes[done + i]
         ready -= done
     codes[ready : ready + group] = 0
     _pack(codes_address, (ready + group - 1) // group, bits, alphabet, out)
@@ -474,6 +513,7 @@ class _Work(threading.local):
     """Buffers of one thread, for the largest block seen."""
 
     def __init__(self) -> None:
+        self.search, self.gaps = np.empty(LEVELS, np.float32), np.empty(LEVELS, np.float32)
         self.grow(512)
 
     def grow(self, block: int) -> None:
@@ -481,11 +521,21 @@ class _Work(threading.local):
         self.sums = np.empty(block, np.float32)
         self.terms = np.empty(block, np.float64)
         self.codes = np.empty(block + 2 * SLACK, np.uint8)
+        self.shares, self.below, self.gap = (np.empty(block, np.float32) for _ in range(3))
 
     def arrays(self, block: int) -> tuple[npt.NDArray[Any], ...]:
         if block > self.block:
             self.grow(block)
-        return self.sums, self.terms, self.codes
+        return (
+            self.sums,
+            self.terms,
+            self.codes,
+            self.shares,  # in the place of which later come the decoded values
+            self.below,
+            self.gap,
+            self.search,
+            self.gaps,
+        )
 
 
 _work = _Work()
@@ -556,9 +606,10 @@ def _bad_norm(norms, count):
 @_kernel
 def _bad_codes(codes, skip, count, last, alphabet):
     """What is wrong with count codes after the first ``skip``, and with the padding if ``last``."""
-    largest = uint8(0)
-    for i in range(skip, skip + count):
-        largest = max(largest, codes[i])
+    largest = int32(0)
+    chosen = codes[skip : skip + count]
+    for i in range(count):
+        largest = max(largest, int32(chosen[i]))
     if largest >= alphabet:
         return CODE
     group = _group(alphabet)
@@ -570,17 +621,17 @@ def _bad_codes(codes, skip, count, last, alphabet):
 
 
 @_kernel
-def _add(out, n, scale, norm, levels, codes):
+def _add(out, n, scale, decoded):
     """out += scale * decoded, for n elements."""
     a = carray(float32_pointer(out), n)
     for i in range(n):
-        a[i] += scale * (norm * levels[codes[i]])
+        a[i] += scale * decoded[i]
 
 
 @_kernel
 def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     """Decode one layer: (damage, address after it or of the damage, whether it was finite)."""
-    block, norm, _, _ = rule
+    block, norm, rounding, _ = rule
     if position >= end:
         return TRUNCATED, end, True
     header = int64(load_u8(position))
@@ -600,7 +651,7 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     bad = _bad_norm(norms, count)
     if bad >= 0:
         return NORM, norms + 4 * bad, True
-    codes, pair = work[2], np.empty(2, np.float32)
+    codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
     codes_address = int64(codes.ctypes.data)
     for first in range(0, n, block):
         size = min(block, n - first)
@@ -610,7 +661,8 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
             return damage, start + _packed_bytes(first, header, alphabet), True
         value, table = _block_levels(norms, sides, levels[header], pair)
         norms += 8 if sides else 4
-        _add(out + 4 * first, size, scale, value, table, codes[skip:])
+        _decode(codes[skip:], size, value, rounding, table, alphabet, decoded)
+        _add(out + 4 * first, size, scale, decoded)
     return 0, after, True
 
 
@@ -633,7 +685,7 @@ def _add_layers(body, start, size, outs, numels, scale, rule, levels, alphabets,
 def quantize_decompress_add_(
     body: Tensor, start: int, outs: Sequence[Tensor], scale: float, rule: Rule, tables: Tables
 ) -> npt.NDArray[np.uint8]:
-    """See :func:`hvd_adaptive.kernels.quantize_reference.quantize_decompress_add_`. Releases the GIL."""
+    """See :func:`hvd_adaptive.kernels.quantize_reference.quantize_decompress_add_`; without the GIL."""
     numels = np.array(check_outs(body, outs), np.int64)
     addresses = np.array([out.data_ptr() for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)
@@ -697,6 +749,9 @@ def weigh(x: Tensor, rule: Rule) -> tuple[npt.NDArray[np.float64], float]:
 
 def warm() -> None:
     """Call every kernel once on a few elements, so that Numba's cache holds them."""
+    from hvd_adaptive.kernels import huffman  # which imports this module
+
+    huffman.warm()
     x = torch.ones(16)
     offsets, bits = np.array([0, 16]), np.array([2])
     tables = Tables({2: [0.0, 1.0]})

@@ -5,7 +5,10 @@ Written to be read, not to be fast: a sort instead of a threshold, an array elem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +33,119 @@ BINS = 1 << 15
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
 
+SMALL = 1 << 16
+"""Elements up to which DGC's sample is the layer itself."""
+LARGE = 1 << 21
+"""Elements from which on the sample is thinner."""
+SAMPLE = 32
+"""Elements that stand together in a sample."""
+STRIDES = (13, 61)
+"""One group of so many is in the sample, below and from :data:`LARGE` on; odd, because weights have
+periods of powers of two."""
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+class Rule(enum.IntEnum):
+    """How a layer's elements are selected: always the largest; what differs is how many of them.
+
+    * ``topk``: exactly ``k``.
+    * ``threshold``: all that reach a threshold, but at most ``k``. (Sahu et al., "Rethinking gradient
+      sparsification as total error minimization", NeurIPS 2021, section 4.)
+    * ``dgc``: all that reach a threshold that was estimated from a sample; between 0.7 and 1.3 ``k``,
+      otherwise exactly ``k``. (Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.)
+    * ``redsync``: all that reach a threshold that bisection between the mean and the largest
+      magnitude finds; between ``k`` and 2 ``k``. (Fang et al., "RedSync", JPDC 2019, section 5.)
+
+    Zeros are never sent, and ties go to the lowest index where a rule sends exactly ``k``.
+    """
+
+    topk = 0
+    threshold = 1
+    dgc = 2
+    redsync = 3
+
+    def most(self, count: int) -> int:
+        """The most elements that are sent where ``count`` were asked for.
+
+        Example:
+            >>> [rule.most(100) for rule in Rule]
+            [100, 100, 130, 200]
+        """
+        return {Rule.dgc: 13 * count // 10, Rule.redsync: 2 * count}.get(self, count)
+
+
+def dgc_floor(sampled: npt.NDArray[np.int64], numel: int, k: int) -> int:
+    """The bits of the magnitude that DGC guesses ``k`` elements to reach.
+
+    Inside the bin of the sample's k-th largest, bits are taken to be spread evenly. A sample that
+    holds few of the largest is asked for more of them, so that fewer than 0.7 ``k`` are unlikely.
+
+    Args:
+        sampled: ``int64[32768]``: how many of the sample (:func:`sample_spectrum`) are in a bin or in
+            a higher one.
+        numel: elements of the layer, at least one.
+        k: elements to send.
+    """
+    expected = k * int(sampled[0]) / numel
+    wanted = max(1, int(max(expected, 0.7 * expected + 4 * math.sqrt(expected) + 2)))
+    b = int(np.searchsorted(-sampled, -wanted, side="right")) - 1  # the last that so many reach
+    if b <= 0:
+        return 1
+    inside = int(sampled[b] - sampled[b + 1])  # there is a next bin: those of Inf and NaN are empty
+    return (b << 16) + ((int(sampled[b]) - wanted) << 16) // inside
+
+
+def dgc_count(
+    sampled: npt.NDArray[np.int64], numel: int, k: int, reaching: Callable[[int], int]
+) -> int:
+    """How many of the largest DGC sends, where so many are not zero.
+
+    Args:
+        sampled: as for :func:`dgc_floor`; not used for small layers.
+        numel: elements of the layer.
+        k: elements to send.
+        reaching: how many elements' magnitudes have at least the bits that it is called with.
+    """
+    if k == 0 or numel <= SMALL or k >= numel // 3:
+        return k
+    count = reaching(dgc_floor(sampled, numel, k))
+    return count if 7 * k <= 10 * count <= 13 * k else k
+
+
+def counts_from_above(hist: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many are in a bin or in a higher one.
+
+    Example:
+        >>> counts_from_above(np.array([5, 0, 2])).tolist()
+        [7, 2, 2]
+    """
+    return np.cumsum(hist[::-1])[::-1]
+
+
+def redsync_count(k: int, mean: float, largest: float, reaching: Callable[[int], int]) -> int:
+    """How many of the largest RedSync sends of a tensor that has more than ``k`` that are not zero.
+
+    The first threshold is the mean; then the interval that is left, of 0 to the largest magnitude, is
+    halved until the count is right or no float32 lies inside it.
+
+    Args:
+        k: elements to send at least.
+        mean: of the magnitudes, as float32.
+        largest: magnitude.
+        reaching: how many elements' magnitudes have at least the bits that it is called with.
+    """
+    low, high, middle = 0.0, largest, mean
+    while True:
+        count = reaching(max(1, int(np.float32(middle).view(np.int32))))
+        if k <= count <= 2 * k:
+            return count
+        low, high = (low, middle) if count < k else (middle, high)
+        middle = float(np.float32(low + (high - low) / 2))
+        if middle in (low, high):
+            return k
+
 
 # --- checks that all kernels share ---------------------------------------------------------------
 
@@ -39,36 +155,67 @@ def check_layers(
     offsets: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
     grads: Sequence[Tensor] | None,
+    whole: bool = False,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """``offsets`` and ``counts`` as contiguous int64; ValueError where the input does not fit."""
     offsets = np.ascontiguousarray(offsets, dtype=np.int64)
     counts = np.ascontiguousarray(counts, dtype=np.int64)
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
         raise ValueError(f"x is 1-D contiguous float32, got {_describe(x)}")
-    if offsets.ndim != 1 or len(offsets) != len(counts) + 1:
+    if offsets.ndim != 1 or len(offsets) == 0 or len(counts) != (1 if whole else len(offsets) - 1):
         raise ValueError(
-            f"L layers have L + 1 offsets and L counts, got {offsets.shape} and {counts.shape}"
+            f"L layers have L + 1 offsets and L counts (one if they are one vector), got "
+            f"{offsets.shape} and {counts.shape}"
         )
     sizes = offsets[1:] - offsets[:-1]
-    if offsets[0] < 0 or offsets[-1] > x.numel() or (len(sizes) and sizes.min() < 0):
+    if offsets[0] < 0 or offsets[-1] > x.numel() or sizes.min(initial=0) < 0:
         raise ValueError(f"offsets must rise from 0 to at most the {x.numel()} elements of x")
-    if len(counts) and (counts.min() < 0 or sizes.max() > MAX_NUMEL):
-        raise ValueError(f"counts must be 0 or more, layers at most {MAX_NUMEL} elements")
+    check_numel(int(offsets[-1] - offsets[0]) if whole else int(sizes.max(initial=0)))
+    if counts.min(initial=0) < 0:
+        raise ValueError(f"counts must be 0 or more, got {counts.min()}")
     if grads is not None:
-        if len(grads) != len(counts):
-            raise ValueError(f"got {len(grads)} gradients for {len(counts)} layers")
-        for layer, (grad, numel) in enumerate(zip(grads, sizes.tolist(), strict=True)):
-            if (
-                grad.numel() != numel
-                or grad.dtype != torch.float32
-                or not grad.is_contiguous()
-                or grad.is_cpu != x.is_cpu
-            ):
-                raise ValueError(
-                    f"the gradient of layer {layer} must be {numel} contiguous float32 on {x.device}, "
-                    f"got {_describe(grad)}"
-                )
+        _check_grads(x, sizes, grads)
     return offsets, counts
+
+
+def check_numel(numel: int) -> None:
+    """ValueError if so many elements are too many to be one vector."""
+    if numel > MAX_NUMEL:
+        raise ValueError(
+            f"a layer, or a model that is compressed as one vector, has at most {MAX_NUMEL} elements, "
+            f"got {numel}: indices are 32-bit"
+        )
+
+
+def _check_grads(x: Tensor, sizes: npt.NDArray[np.int64], grads: Sequence[Tensor]) -> None:
+    if len(grads) != len(sizes):
+        raise ValueError(f"got {len(grads)} gradients for {len(sizes)} layers")
+    for layer, (grad, numel) in enumerate(zip(grads, sizes.tolist(), strict=True)):
+        if (
+            grad.numel() != numel
+            or grad.dtype != torch.float32
+            or not grad.is_contiguous()
+            or grad.is_cpu != x.is_cpu
+        ):
+            raise ValueError(
+                f"the gradient of layer {layer} must be {numel} contiguous float32 on {x.device}, "
+                f"got {_describe(grad)}"
+            )
+
+
+def check_thresholds(
+    rule: Rule, thresholds: npt.NDArray[np.float32] | None, layers: int
+) -> npt.NDArray[np.int64]:
+    """The thresholds as bits, at least 1 so that no zero reaches them."""
+    if (thresholds is not None) != (rule == Rule.threshold):
+        raise ValueError(f"thresholds belong to Rule.threshold and to no other, got {rule!r}")
+    if thresholds is None:
+        return np.ones(layers, np.int64)
+    thresholds = np.ascontiguousarray(thresholds, dtype=np.float32)
+    if thresholds.shape != (layers,) or not (thresholds >= 0).all():
+        raise ValueError(f"expected {layers} thresholds of 0 or more, got {thresholds}")
+    bits: npt.NDArray[np.int64] = np.maximum(np.abs(thresholds).view(np.int32), 1).astype(np.int64)
+    return bits
 
 
 def check_spectra(spectra: npt.NDArray[np.int64] | None, layers: int) -> None:
@@ -83,16 +230,37 @@ def check_spectra(spectra: npt.NDArray[np.int64] | None, layers: int) -> None:
         )
 
 
-def check_outs(body: Tensor, outs: Sequence[Tensor]) -> list[int]:
+def check_outs(body: Tensor, outs: Sequence[Tensor], whole: bool = False) -> list[int]:
     """The numbers of elements of the tensors that a body is added to; ValueError where one is unfit."""
-    if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
-        raise ValueError(f"a body is 1-D contiguous uint8, got {_describe(body)}")
+    _check_bytes(body)
     for out in outs:
         if out.dtype != torch.float32 or not out.is_contiguous() or out.is_cpu != body.is_cpu:
             raise ValueError(
                 f"values are added to contiguous float32 tensors on {body.device}, got {_describe(out)}"
             )
-    return [out.numel() for out in outs]
+    numels = [out.numel() for out in outs]
+    check_numel(sum(numels) if whole else max(numels, default=0))
+    return numels
+
+
+def check_body(body: Tensor, x: Tensor) -> None:
+    """ValueError unless ``body`` is bytes on the device of ``x``."""
+    _check_bytes(body)
+    if body.is_cpu != x.is_cpu:
+        raise ValueError(f"a body must be on the device of x, {x.device}, got {_describe(body)}")
+
+
+def _check_bytes(body: Tensor) -> None:
+    if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
+        raise ValueError(f"a body is 1-D contiguous uint8, got {_describe(body)}")
+
+
+def check_bins(bins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """``bins`` as int64; ValueError unless they are different bins of a spectrum."""
+    bins = np.ascontiguousarray(bins, dtype=np.int64)
+    if bins.ndim != 1 or len(np.unique(bins)) != len(bins) or ((bins < 0) | (bins >= BINS)).any():
+        raise ValueError(f"expected different bins from 0 to {BINS - 1}, got {bins}")
+    return bins
 
 
 def check_spectrum(x: Tensor) -> None:
@@ -166,6 +334,8 @@ def _encode_values(values: Tensor, how: ValueFormat) -> tuple[Tensor, Tensor]:
     """The bytes of float32 values, and the float32 values that they decode to."""
     if how is ValueFormat.int8:
         return _encode_int8(values)
+    if how is ValueFormat.sign:
+        return _encode_signs(values)
     if how is ValueFormat.fp32:
         return values.view(torch.uint8), values
     dtype = torch.float16 if how is ValueFormat.fp16 else torch.bfloat16
@@ -189,21 +359,63 @@ def _encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     return flat[: flat.numel() - padding], (codes * scales).reshape(-1)[: values.numel()]
 
 
-def _compress_layer_(x: Tensor, k: int, how: ValueFormat) -> tuple[list[Tensor], float, int]:
-    """Encode the k largest of a finite ``x``, leave the remainder; (parts, energy sent, count)."""
+def _encode_signs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean magnitudes of the positive and the negative values, and a bit for every sign."""
+    negative = values < 0
+    means = torch.stack([_mean_magnitude(values[~negative]), _mean_magnitude(values[negative])])
+    data = torch.cat([means.view(torch.uint8), _pack(negative)])
+    return data, torch.where(negative, -means[1], means[0])
+
+
+def _mean_magnitude(values: Tensor) -> Tensor:
+    """The mean of |values| as float32; 0 if there are none. The sum's order is part of the result."""
+    total = np.cumsum(values.double().abs().cpu().numpy())[-1] if len(values) else 0.0
+    return torch.tensor(total / max(1, len(values)), dtype=torch.float32, device=values.device)
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """Eight bits a byte, the first the least significant."""
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
+    return (_blocks(bits.to(torch.uint8), 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Tensor:
+    """The bits that :func:`_pack` packed, and its padding."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data.unsqueeze(1) >> shifts) & 1).view(-1)
+
+
+def _select(x: Tensor, k: int, rule: Rule, floor: int) -> Tensor:
+    """The rising indices of what a rule sends of a finite vector; ``floor``: the threshold's bits."""
     magnitudes = _magnitudes(x)
-    k = min(k, int((magnitudes > 0).sum()))
-    header = write_varint(k << 3 | (how << 1 if k else 0))
-    if k == 0:
-        return [_to_tensor(header, x.device)], 0.0, 0
+    nonzeros = int((magnitudes > 0).sum())
+    k = min(k, x.numel())
+
+    def reaching(bits: int) -> int:
+        return int((magnitudes >= bits).sum())
+
+    count = k
+    if rule == Rule.threshold:
+        count = min(k, reaching(floor))
+    elif rule == Rule.dgc:
+        count = dgc_count(counts_from_above(sample_spectrum(x)), x.numel(), k, reaching)
+    elif rule == Rule.redsync and 0 < k < nonzeros:
+        mean = float(np.float32(float(x.double().abs().sum()) / x.numel()))
+        count = redsync_count(k, mean, float(x.abs().max()), reaching)
     order = torch.sort(magnitudes, descending=True, stable=True).indices
-    indices = order[:k].sort().values
-    taken = x[indices]
+    return order[: min(count, nonzeros)].sort().values
+
+
+def _encode_layer(indices: Tensor, values: Tensor, how: ValueFormat) -> tuple[list[Tensor], Tensor]:
+    """The bytes of values at rising indices, and the values that they decode to."""
+    count = len(indices)
+    header = write_varint(count << 4 | (how << 1 if count else 0))
+    if count == 0:
+        return [_to_tensor(header, values.device)], values
     stream = _index_stream(indices)
-    data, decoded = _encode_values(taken, how)
-    x[indices] = taken - decoded
+    data, decoded = _encode_values(values, how)
     header += write_varint(stream.numel())
-    return [_to_tensor(header, x.device), stream, data], _energy(decoded), k
+    return [_to_tensor(header, values.device), stream, data], decoded
 
 
 def _to_tensor(data: bytes, device: torch.device) -> Tensor:
@@ -214,7 +426,7 @@ def _energy(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-def topk_compress_(
+def sparse_compress_(
     x: Tensor,
     offsets: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
@@ -222,22 +434,27 @@ def topk_compress_(
     grads: Sequence[Tensor] | None = None,
     reserve: int = 0,
     spectra: npt.NDArray[np.int64] | None = None,
+    rule: Rule = Rule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """Add the gradients, take the largest elements of each layer out of ``x``, and encode them.
 
-    Exactly ``k`` elements of a layer are sent, ties broken by the lowest index, but never a zero: the
-    count sent is ``min(k, nonzeros)``. What is not sent stays in ``x``: 0 where a value travelled
-    exactly, its rounding error otherwise, so that payload + remainder is what ``x`` was. Biased.
+    How many are sent is the :class:`Rule`'s decision, but never a zero. What is not sent stays in
+    ``x``: 0 where a value travelled exactly, its rounding error otherwise, so that payload + remainder
+    is what ``x`` was. Biased.
 
-    A layer whose sum ``x + grad`` has a NaN or an Inf keeps its ``x`` bit for bit and sends a mark.
+    A layer whose sum ``x + grad`` has a NaN or an Inf keeps its ``x`` bit for bit and sends a mark; of
+    a model that is one vector, the other layers then keep their sums and nothing is sent but the mark.
 
     Source: exact selection by a histogram of float bits, in the place of the sort of Aji and
-    Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), section 3.
+    Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), section 3; those of
+    the other rules stand with :class:`Rule`.
 
     Args:
         x: float32, 1-D, contiguous; layer ``l`` is ``x[offsets[l]:offsets[l + 1]]``.
         offsets: ``int64[L + 1]``, rising; a layer may be empty and holds at most 2^31 - 1 elements.
-        counts: ``int64[L]``: how many elements to send of each layer, 0 or more.
+        counts: ``int64[L]``: how many elements to send of each layer, 0 or more: the rule's ``k``.
         values: how values travel.
         grads: one contiguous float32 tensor a layer, of any shape with as many elements, on the
             device of ``x``; None adds nothing.
@@ -245,6 +462,10 @@ def topk_compress_(
             :func:`hvd_adaptive.wire.write_header`).
         spectra: ``int64[L, 32768]``: the :func:`spectrum` of each finite layer, gradient included, is
             added to its row in the same pass; None counts nothing.
+        rule: how many to send, given ``counts``.
+        thresholds: ``float32[L]``, 0 or more: for ``Rule.threshold``, None for all others.
+        whole: the layers are one vector, and the body is one layer over all of them; ``counts`` and
+            ``thresholds`` then have one entry.
 
     Returns:
         ``(data, stats)``: uint8, 1-D, on the device of ``x``: ``reserve`` bytes and the body as
@@ -261,29 +482,57 @@ def topk_compress_(
         >>> x = torch.tensor([1.0, -5.0, 2.0, 0.0, 3.0])
         >>> offsets, counts = np.array([0, 3, 5]), np.array([1, 2])
         >>> grads = [torch.ones(3), torch.ones(2)]
-        >>> body, stats = topk_compress_(x, offsets, counts, ValueFormat.fp32, grads)
+        >>> body, stats = sparse_compress_(x, offsets, counts, ValueFormat.fp32, grads)
         >>> x.tolist(), stats[:, 2].tolist()
         ([2.0, 0.0, 3.0, 0.0, 0.0], [1.0, 2.0])
     """
-    offsets, counts = check_layers(x, offsets, counts, grads)
-    check_spectra(spectra, len(counts))
-    parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
-    stats = np.zeros((len(counts), 4))
-    for layer, k in enumerate(counts.tolist()):
+    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    floors = check_thresholds(rule, thresholds, len(counts)).tolist()
+    layers = len(offsets) - 1
+    check_spectra(spectra, layers)
+    stats = np.zeros((layers, 4))
+    for layer in range(layers):
         part = x[offsets[layer] : offsets[layer + 1]]
         total = part if grads is None else part + grads[layer].view(-1)
-        if not bool(total.isfinite().all()):
-            stats[layer] = (0, 0, 0, 1)
+        stats[layer, 3] = not bool(total.isfinite().all())
+        if not stats[layer, 3]:
+            part.copy_(total)
+            stats[layer, 0] = _energy(total)
+            if spectra is not None:
+                spectra[layer] += spectrum(part)
+    parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
+    for span, (first, last) in enumerate(_spans(layers, whole)):
+        if stats[first:last, 3].any():
             parts.append(_to_tensor(write_varint(1), x.device))
             continue
-        energy = _energy(total)
-        part.copy_(total)
-        if spectra is not None:
-            spectra[layer] += spectrum(part)
-        encoded, sent, count = _compress_layer_(part, k, values)
-        stats[layer] = (energy, sent, count, 0)
+        part = x[offsets[first] : offsets[last]]
+        indices = _select(part, int(counts[span]), rule, floors[span])
+        taken = part[indices]
+        encoded, decoded = _encode_layer(indices, taken, values)
+        part[indices] = taken - decoded
         parts += encoded
+        _note_sent(stats[first:last], offsets[first : last + 1], indices, decoded)
     return torch.cat(parts), stats
+
+
+def _spans(layers: int, whole: bool) -> list[tuple[int, int]]:
+    """First and last layer + 1 of everything that is selected from together."""
+    return [(0, layers)] if whole else [(layer, layer + 1) for layer in range(layers)]
+
+
+def _by_layer(offsets: npt.NDArray[np.int64], indices: Tensor, values: Tensor) -> list[Tensor]:
+    """The values of each layer, of indices that count from the first layer on."""
+    edges = torch.from_numpy(offsets - offsets[0]).to(indices.device)
+    cuts = torch.searchsorted(indices, edges).tolist()
+    return [values[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+def _note_sent(
+    stats: npt.NDArray[np.float64], offsets: npt.NDArray[np.int64], indices: Tensor, decoded: Tensor
+) -> None:
+    """Energy and number of what the layers send, into their rows."""
+    for row, values in zip(stats, _by_layer(offsets, indices, decoded), strict=True):
+        row[1:3] = _energy(values), len(values)
 
 
 # --- decoding ------------------------------------------------------------------------------------
@@ -359,6 +608,9 @@ def _decode_values(data: Tensor, count: int, how: ValueFormat) -> Tensor:
         scales = rows[:, :4].contiguous().view(torch.float32)
         codes = rows[:, 4:].contiguous().view(torch.int8)
         return (codes.float() * scales).reshape(-1)[:count]
+    if how is ValueFormat.sign:
+        means = data[:8].clone().view(torch.float32)
+        return torch.where(_unpack(data[8:])[:count].bool(), -means[1], means[0])
     dtype = {
         ValueFormat.fp32: torch.float32,
         ValueFormat.fp16: torch.float16,
@@ -367,34 +619,87 @@ def _decode_values(data: Tensor, count: int, how: ValueFormat) -> Tensor:
     return data.clone().view(dtype).float()  # a clone is aligned
 
 
+def _check_signs(data: Tensor, start: int, count: int) -> None:
+    """Raise if a mean is not finite or a bit is set after the last sign."""
+    if not bool(data[:8].clone().view(torch.float32).isfinite().all()):
+        raise _FoundError(Damage.value, start)
+    if bool(_unpack(data[8:])[count:].any()):
+        raise _FoundError(Damage.padding, start + len(data) - 1)
+
+
 def _decode_layer(
     body: Tensor, data: bytes, position: int, numel: int, expected: ValueFormat | None
 ) -> tuple[list[int], Tensor, bool, int]:
     """(indices, values, nonfinite, next position) of the layer at ``position``."""
     header, after = _read_varint(data, position)
-    count, how, nonfinite = header >> 3, ValueFormat((header >> 1) & 3), bool(header & 1)
+    count, code, nonfinite = header >> 4, (header >> 1) & 7, bool(header & 1)
     if count == 0:
-        if how:
+        if code:
             raise _FoundError(Damage.format, position)
         return [], body[:0].float(), nonfinite, after
     if count > numel or nonfinite:
         raise _FoundError(Damage.count, position)
-    if expected is not None and how != expected:
+    if code > max(ValueFormat) or (expected is not None and code != expected):
         raise _FoundError(Damage.format, position)
+    how = ValueFormat(code)
     index_bytes, position = _read_varint(data, after)
     after = position + index_bytes
     end = after + how.nbytes(count)
     if end > len(data):
         raise _FoundError(Damage.truncated, len(data))
     indices = _read_indices(data[position:after], position, numel, count)
+    if how is ValueFormat.sign:
+        _check_signs(body[after:end], after, count)
     values = _decode_values(body[after:end], count, how)
     if not bool(values.isfinite().all()):
         raise _FoundError(Damage.value, after)
     return indices, values, False, end
 
 
+def _decode(
+    body: Tensor, data: bytes, numels: Sequence[int], expected: ValueFormat | None
+) -> Iterator[tuple[list[int], Tensor, bool]]:
+    """(indices, values, nonfinite) of one layer after the other; WireError at the first damage."""
+    layer, position = 0, 0
+    try:
+        for layer in range(len(numels)):
+            found = _decode_layer(body, data, position, numels[layer], expected)
+            indices, values, nonfinite, position = found
+            yield indices, values, nonfinite
+        layer = max(0, len(numels) - 1)
+        if position != len(data):
+            raise _FoundError(Damage.trailing, position)
+    except _FoundError as found_error:
+        numel = numels[layer] if numels else 0
+        at = min(found_error.position, len(data))
+        raise damaged(found_error.damage, layer, numel, at, len(data)) from None
+
+
+def _pieces(
+    body: Tensor, outs: Sequence[Tensor], values: ValueFormat | None, whole: bool
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor, bool]]:
+    """(number, the output as 1-D, indices into it, values, nonfinite) of one layer after the other."""
+    numels = check_outs(body, outs, whole)
+    edges = np.cumsum([0, *numels])
+    spans = _spans(len(outs), whole)
+    totals = [int(edges[last] - edges[first]) for first, last in spans]
+    decoded = _decode(body, body.cpu().numpy().tobytes(), totals, values)
+    for (first, last), (found, taken, nonfinite) in zip(spans, decoded, strict=True):
+        indices = torch.tensor(found, dtype=torch.int64, device=body.device)
+        offsets = edges[first : last + 1] - edges[first]
+        parts = zip(
+            _by_layer(offsets, indices, indices), _by_layer(offsets, indices, taken), strict=True
+        )
+        for layer, (where, part) in enumerate(parts, first):
+            yield layer, outs[layer].view(-1), where - int(offsets[layer - first]), part, nonfinite
+
+
 def sparse_decompress_add_(
-    body: Tensor, outs: Sequence[Tensor], scale: float, values: ValueFormat | None = None
+    body: Tensor,
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None = None,
+    whole: bool = False,
 ) -> npt.NDArray[np.uint8]:
     """Add ``scale`` times every value of a body at its index; a layer marked nonfinite becomes NaN.
 
@@ -406,6 +711,7 @@ def sparse_decompress_add_(
         outs: one contiguous float32 tensor a layer, of any shape, on the device of ``body``.
         scale: what to multiply with, as float32.
         values: the format that all layers must have; None takes each layer's own.
+        whole: the body is one layer over all outputs.
 
     Returns:
         ``uint8[L]``: 1 where a layer was marked nonfinite.
@@ -418,31 +724,115 @@ def sparse_decompress_add_(
         >>> import numpy as np, torch
         >>> from hvd_adaptive.wire import ValueFormat
         >>> x, out = torch.tensor([1.0, -5.0, 2.0]), torch.zeros(3)
-        >>> body, _ = topk_compress_(x, np.array([0, 3]), np.array([1]), ValueFormat.fp16)
+        >>> body, _ = sparse_compress_(x, np.array([0, 3]), np.array([1]), ValueFormat.fp16)
         >>> sparse_decompress_add_(body, [out], scale=0.5).tolist(), out.tolist()
         ([0], [0.0, -2.5, 0.0])
     """
-    numels = check_outs(body, outs)
-    data = body.cpu().numpy().tobytes()
     marks = np.zeros(len(outs), np.uint8)
-    layer, position = 0, 0
-    try:
-        for layer, out in enumerate(outs):
-            found = _decode_layer(body, data, position, numels[layer], values)
-            indices, decoded, nonfinite, position = found
-            flat = out.view(-1)
-            if nonfinite:
-                flat.fill_(float("nan"))
-                marks[layer] = 1
-            where = torch.tensor(indices, dtype=torch.int64, device=out.device)
-            flat[where] += decoded * torch.tensor(scale, dtype=torch.float32, device=out.device)
-        if position != len(data):
-            raise _FoundError(Damage.trailing, position)
-    except _FoundError as found_error:
-        numel = numels[layer] if outs else 0
-        at = min(found_error.position, len(data))
-        raise damaged(found_error.damage, layer, numel, at, len(data)) from None
+    for layer, out, where, taken, nonfinite in _pieces(body, outs, values, whole):
+        marks[layer] = nonfinite
+        if nonfinite:
+            out.fill_(float("nan"))
+        out[where] += taken * torch.tensor(scale, dtype=torch.float32, device=out.device)
     return marks
+
+
+def sparse_clear_(
+    body: Tensor, outs: Sequence[Tensor], values: ValueFormat | None = None, whole: bool = False
+) -> None:
+    """Set the outputs to 0 at every index that a body holds; layers marked nonfinite hold none.
+
+    What DGC's momentum factor masking needs (Lin et al. 2018, section 3.2). Bodies are checked as by
+    :func:`sparse_decompress_add_`, with the same arguments and errors.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from hvd_adaptive.wire import ValueFormat
+        >>> x, momentum = torch.tensor([1.0, -5.0, 2.0]), torch.ones(3)
+        >>> body, _ = sparse_compress_(x, np.array([0, 3]), np.array([1]), ValueFormat.fp16)
+        >>> sparse_clear_(body, [momentum])
+        >>> momentum.tolist()
+        [1.0, 0.0, 1.0]
+    """
+    for _, out, where, _, _ in _pieces(body, outs, values, whole):
+        out[where] = 0
+
+
+def sparse_shrink_(
+    body: Tensor,
+    x: Tensor,
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: ValueFormat,
+    reserve: int = 0,
+    rule: Rule = Rule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    """Compress a body further: send some of its values, add the others back to the remainder.
+
+    The rule is applied to the values that a layer's body decodes to, as if they were the layer. What
+    it drops, and what encoding again rounds off, is added to ``x``: the new body + the new ``x`` are
+    what the old body + the old ``x`` were, up to one float32 rounding. Biased. A mark is passed on.
+
+    Cost: that of the values in ``body``, whatever the size of the layers. Source: multi-level
+    compression of Tyagi and Swany, "GraVAC" (IEEE CLOUD 2023), section III.
+
+    Args:
+        body: uint8, 1-D, contiguous, no header: what :func:`sparse_compress_` returned for ``x``.
+        x: float32, 1-D, contiguous: the remainder that it left; overwritten by the new one.
+        offsets: ``int64[L + 1]``: those of the compression.
+        counts: ``int64[L]``: the rule's ``k``, of the whole layer.
+        values: how values travel, in the old body and the new.
+        reserve: bytes to leave free in front of the new body.
+        rule: how many to send, given ``counts``.
+        thresholds: ``float32[L]``, 0 or more: for ``Rule.threshold``, None for all others.
+        whole: the body is one layer over all of ``x``'s; ``counts`` has one entry.
+
+    Returns:
+        ``(data, stats)`` as from :func:`sparse_compress_`, but the energy in the first column is that
+        of the values in the old body.
+
+    Raises:
+        WireError: the body is damaged or does not belong to these layers; those before the damaged one
+            have been shrunk already.
+        ValueError: the arguments do not fit together.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from hvd_adaptive.wire import ValueFormat
+        >>> x, offsets = torch.tensor([1.0, -5.0, 2.0]), np.array([0, 3])
+        >>> body, _ = sparse_compress_(x, offsets, np.array([2]), ValueFormat.fp32)
+        >>> less, _ = sparse_shrink_(body, x, offsets, np.array([1]), ValueFormat.fp32)
+        >>> body.numel(), less.numel(), x.tolist()
+        (11, 7, [1.0, 0.0, 2.0])
+    """
+    offsets, counts = check_layers(x, offsets, counts, None, whole)
+    floors = check_thresholds(rule, thresholds, len(counts)).tolist()
+    check_body(body, x)
+    layers = len(offsets) - 1
+    spans = _spans(layers, whole)
+    numels = [int(offsets[last] - offsets[first]) for first, last in spans]
+    parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
+    stats = np.zeros((layers, 4))
+    decoded = _decode(body, body.cpu().numpy().tobytes(), numels, values)
+    for span, (found, old, nonfinite) in enumerate(decoded):
+        first, last = spans[span]
+        if nonfinite:
+            stats[first:last, 3] = 1
+            parts.append(_to_tensor(write_varint(1), x.device))
+            continue
+        part, edges = x[offsets[first] : offsets[last]], offsets[first : last + 1]
+        indices = torch.tensor(found, dtype=torch.int64, device=x.device)
+        stats[first:last, 0] = [_energy(values) for values in _by_layer(edges, indices, old)]
+        kept = _select(old, int(counts[span]), rule, floors[span])
+        encoded, new = _encode_layer(indices[kept], old[kept], values)
+        left = old.clone()
+        left[kept] -= new
+        part[indices] += left
+        parts += encoded
+        _note_sent(stats[first:last], edges, indices[kept], new)
+    return torch.cat(parts), stats
 
 
 # --- the spectrum --------------------------------------------------------------------------------
@@ -531,3 +921,102 @@ def errors_from_spectrum(
     kept = np.concatenate([[0], np.cumsum(hist[used])])
     errors: npt.NDArray[np.float64] = np.interp(numel - np.minimum(counts, numel), kept, left)
     return errors
+
+
+# --- what the other error tables are made of -----------------------------------------------------
+
+
+def sample_spectrum(x: Tensor) -> npt.NDArray[np.int64]:
+    """The :func:`spectrum` of DGC's sample: one group of 32 in 13, from 2^21 elements on one in 61.
+
+    Args:
+        x: float32, contiguous, of any shape.
+
+    Returns:
+        ``int64[32768]``; empty where ``x`` has no more than one group.
+
+    Example:
+        >>> import torch
+        >>> int(sample_spectrum(torch.ones(1000)).sum())
+        96
+    """
+    check_spectrum(x)
+    stride = SAMPLE * STRIDES[x.numel() >= LARGE]
+    starts = torch.arange(0, max(0, x.numel() - SAMPLE), stride, device=x.device)
+    places = starts.unsqueeze(1) + torch.arange(SAMPLE, device=x.device)
+    return spectrum(x.view(-1)[places])
+
+
+def refined_spectrum(x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """How the elements inside some bins of the :func:`spectrum` are spread: exact magnitudes.
+
+    Args:
+        x: float32, contiguous, of any shape, fewer than 2^31 elements.
+        bins: ``int64[B]``, all different.
+
+    Returns:
+        ``int32[B, 65536]``: counts by the lower 16 bits of the magnitude.
+
+    Raises:
+        ValueError: the arguments are not as described.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> fine = refined_spectrum(torch.tensor([1.0, -1.0, 1.0 + 2**-23, 2.0]), np.array([127 << 7]))
+        >>> fine.shape, fine[0, :2].tolist()
+        ((1, 65536), [2, 1])
+    """
+    check_spectrum(x)
+    magnitudes = _magnitudes(x.view(-1))
+    fine = np.zeros((len(bins), 1 << 16), np.int32)
+    for row, b in enumerate(check_bins(bins).tolist()):
+        inside = magnitudes[magnitudes >> 16 == b] & 0xFFFF
+        fine[row] = torch.bincount(inside, minlength=1 << 16).cpu().numpy()
+    return fine
+
+
+def summary(x: Tensor) -> tuple[npt.NDArray[np.int64], float, float, float]:
+    """What the errors of all levels are estimated from, in one read of ``x``.
+
+    Args:
+        x: float32, contiguous, of any shape.
+
+    Returns:
+        The :func:`spectrum`, the sum of the magnitudes, the energy (squared L2 norm), and the largest
+        magnitude; sums in float64.
+
+    Example:
+        >>> import torch
+        >>> hist, *norms = summary(torch.tensor([3.0, -4.0]))
+        >>> int(hist.sum()), norms
+        (2, [7.0, 25.0, 4.0])
+    """
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    return spectrum(x), float(x.double().abs().sum()), _energy(x), largest
+
+
+def moments(x: Tensor) -> npt.NDArray[np.float64]:
+    """The :func:`spectrum` of either sign with sums: what the error of signs and means is made of.
+
+    Args:
+        x: float32, contiguous, of any shape.
+
+    Returns:
+        ``float64[2, 32768, 3]``: of the elements with a plus and of those with a minus, for each bin
+        their number, the sum of their magnitudes, and that of their squares.
+
+    Example:
+        >>> import torch
+        >>> moments(torch.tensor([1.0, -1.0, -1.0]))[:, 127 << 7].tolist()
+        [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]
+    """
+    check_spectrum(x)
+    flat = x.view(-1)
+    rows = (_magnitudes(flat) >> 16).long() + BINS * (flat.view(torch.int32) < 0)
+    magnitudes = flat.double().abs()
+    columns = [
+        torch.bincount(rows, weights=weights, minlength=2 * BINS)
+        for weights in (torch.ones_like(magnitudes), magnitudes, magnitudes.square())
+    ]
+    sums: npt.NDArray[np.float64] = torch.stack(columns, dim=1).view(2, BINS, 3).cpu().numpy()
+    return sums

@@ -18,10 +18,14 @@ def warm() -> float:
     """Call every kernel once on a few elements; returns the seconds that took."""
     start = time.perf_counter()
     x, out = torch.ones(64), torch.zeros(64)
-    offsets, counts = np.array([0, 64]), np.array([4])
-    body, _ = cpu.topk_compress_(x, offsets, counts, ValueFormat.fp32, [torch.ones(64)])
-    cpu.sparse_decompress_add_(body, [out], 1.0)
-    cpu.spectrum(x)
+    offsets, counts, how = np.array([0, 64]), np.array([4]), ValueFormat.fp32
+    for whole in (False, True):
+        body, _ = cpu.sparse_compress_(x, offsets, counts, how, [torch.ones(64)], whole=whole)
+        cpu.sparse_decompress_add_(body, [out], 1.0, whole=whole)
+        cpu.sparse_shrink_(body, x, offsets, counts, how, whole=whole)
+    cpu.refined_spectrum(x, np.array([0]))
+    for summary in (cpu.spectrum, cpu.sample_spectrum, cpu.summary, cpu.moments):
+        summary(x)
     return time.perf_counter() - start
 
 

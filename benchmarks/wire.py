@@ -1,0 +1,306 @@
+"""How near payloads come to what they must cost, and how much variance learnt levels save.
+
+Three questions:
+
+1. Rice-coded positions of top-k: how many bits an element sent, against the entropy of a random
+   subset of that density?
+2. At 3 bits and equal blocks, on real gradients: what variance does each scheme of levels add, in
+   units of the gradient's energy? Levels are learnt on one gradient of each model and judged on later
+   ones, from the tables, in float64, without drawing a random number.
+3. ALQ's codes at 3 bits: bits an element with Huffman coding, against the fixed width and the entropy?
+
+    python benchmarks/wire.py            # prints tables, writes results/wire.json
+    python benchmarks/wire.py --check    # exit code 1 if a bar is missed
+    python benchmarks/wire.py --quick    # small and few, for the tests; no bars, no file
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import report
+from hvd_adaptive.compressors import parse
+from hvd_adaptive.compressors.levels import Kind, LearnedLevels, Norm
+from hvd_adaptive.compressors.quantized import ALQ
+from hvd_adaptive.wire import count_of
+
+RICE_BAR = 1.03
+HUFFMAN_BAR = 1.02
+DENSITIES = (0.1, 0.01, 0.001)
+BITS = 3
+BLOCK = 512
+SMALLEST_LAYER = 1024  # what is smaller travels dense
+
+
+# --- positions ----------------------------------------------------------------------------------------
+
+
+def positions(numel: int, density: float) -> dict[str, float]:
+    """Bits a position of top-k on normal numbers; the entropy is that of independent positions."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    topk = parse(f"topk:density={density},values=fp32")
+    payload = topk.compress_(x, topk.level)
+    count = count_of(numel, density)
+    bits = 8 * (payload.nbytes - 4 * count) / count
+    share = count / numel
+    entropy = -math.log2(share) - (1 - share) / share * math.log2(1 - share)
+    return {"bits": bits, "entropy": entropy, "ratio": bits / entropy}
+
+
+# --- real gradients -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model of launch/ and how it is trained, as the presets there do."""
+
+    data: str
+    model: str
+    sizes: dict[str, Any]
+    text: dict[str, Any]
+    batch: int
+    lr: float
+    momentum: float
+    clip: float
+
+
+RECIPES = {
+    "ResNet, Fashion-MNIST": Recipe(
+        "fashion", "resnet", {"width": 16, "layers": 1}, {}, 32, 0.05, 0.9, math.inf
+    ),
+    "LSTM, words": Recipe(
+        "sotu",
+        "lstm",
+        {"width": 276, "layers": 2, "dropout": 0.1},
+        {"tokens": "word", "vocabulary": 10_000, "length": 16},
+        4,
+        10.0,
+        0.0,
+        1.0,
+    ),
+}
+
+
+def gradients(recipe: Recipe, steps: int, count: int) -> list[list[Tensor]]:
+    """Train for some steps; the gradients of ``count`` more, layer by layer, as they are exchanged."""
+    sys.path.append(str(Path(__file__).parents[1] / "launch"))
+    import data
+    import models
+
+    task = data.load(recipe.data, None, **recipe.text)
+    torch.manual_seed(0)
+    model = models.build(recipe.model, task.shape, task.classes, models.Sizes(**recipe.sizes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum)
+    found = []
+    for step in range(steps + count):
+        inputs, targets = task.train[torch.randint(len(task.train), (recipe.batch,)).tolist()]
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+        if step >= steps:
+            found.append(_layers(model))
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+    return found
+
+
+def _layers(model: nn.Module) -> list[Tensor]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [
+        grad.detach().flatten().clone()
+        for grad in grads
+        if grad is not None and grad.dim() > 1 and grad.numel() >= SMALLEST_LAYER
+    ]
+
+
+def learn(learned: LearnedLevels, layers: list[Tensor]) -> LearnedLevels:
+    """Adopt what one gradient teaches."""
+    learned.collecting = True
+    learned.observe(torch.cat(layers), np.cumsum([0, *(layer.numel() for layer in layers)]))
+    learned.adopt(learned.fit([learned.statistics()]))
+    learned.collecting = False
+    return learned
+
+
+# --- variance -----------------------------------------------------------------------------------------
+
+
+def schemes(layers: list[Tensor]) -> dict[str, tuple[np.ndarray, Norm]]:
+    """Magnitudes and norm of every scheme; the learnt ones from this gradient."""
+    uniform = LearnedLevels("alq", BLOCK, "max", start="uniform").table(BITS)
+    halved = LearnedLevels("alq", BLOCK, "max", start="exponential").table(BITS)
+    found: dict[str, tuple[np.ndarray, Norm]] = {
+        "QSGD": (uniform, "l2"),
+        "QSGDinf": (uniform, "max"),
+        "NUQSGD": (halved, "l2"),
+        "NUQSGD, max": (halved, "max"),
+    }
+    learnt: list[tuple[str, Kind, Norm, bool]] = [
+        ("AMQ", "amq", "l2", False),
+        ("AMQ, max", "amq", "max", False),
+        ("ALQ", "alq", "l2", True),
+        ("ALQ, max", "alq", "max", True),
+        ("ALQ without 0", "alq", "l2", False),
+        ("ALQ without 0, max", "alq", "max", False),
+    ]
+    for name, kind, norm, zero in learnt:
+        learned = learn(LearnedLevels(kind, BLOCK, norm, zero=zero), layers)
+        found[name] = (learned.table(BITS), norm)
+    return found
+
+
+def variance(layers: list[Tensor], table: np.ndarray, norm: Norm) -> float:
+    """Expected squared error of rounding all layers, over their squared norm."""
+    levels, error, energy = table.astype(np.float64), 0.0, 0.0
+    for layer in layers:
+        for part in _blocks(layer):
+            lengths = part.norm(dim=1) if norm == "l2" else part.amax(dim=1)
+            used = lengths > 0
+            r = (part[used] / lengths[used, None]).numpy()
+            above = np.clip(np.searchsorted(levels, r), 1, len(levels) - 1)
+            rounding = (levels[above] - r) * (r - levels[above - 1])
+            # below the lowest level the sign is random
+            rounding = np.where(r < levels[0], levels[0] ** 2 - r**2, rounding)
+            error += float((rounding.sum(axis=1) * lengths[used].numpy() ** 2).sum())
+        energy += float(layer.double().square().sum())
+    return error / energy
+
+
+def _blocks(layer: Tensor) -> list[Tensor]:
+    """Rows of one block each: the whole ones, and the short one at the end if there is one."""
+    magnitudes = layer.abs().double()
+    whole = layer.numel() // BLOCK * BLOCK
+    parts = [magnitudes[:whole].view(-1, BLOCK), magnitudes[whole:].view(1, -1)]
+    return [part for part in parts if part.numel()]
+
+
+def variances(taken: list[list[Tensor]]) -> dict[str, float]:
+    """Of each scheme, learnt on the first gradient, mean over the others."""
+    return {
+        name: float(np.mean([variance(layers, table, norm) for layers in taken[1:]]))
+        for name, (table, norm) in schemes(taken[0]).items()
+    }
+
+
+# --- Huffman ------------------------------------------------------------------------------------------
+
+
+def coded(taken: list[list[Tensor]], norm: Norm) -> dict[str, float]:
+    """Bits an element of ALQ's payload on a gradient that its levels were not learnt on."""
+    alq = ALQ(bits=BITS, block=BLOCK, norm=norm, coding="huffman")
+    state = learn(alq.new_state(), taken[0])
+    x = torch.cat(taken[-1])
+    offsets = np.cumsum([0, *(layer.numel() for layer in taken[-1])])
+    rest, bits = x.clone(), [BITS] * len(taken[-1])
+    body, _ = alq.compress_layers_(rest, offsets, bits, state=state)
+    outs = [torch.zeros(layer.numel()) for layer in taken[-1]]
+    alq.decompress_layers_add_(body, outs, 1.0)
+    entropy = _entropy(taken[-1], outs, state.table(BITS), norm)
+    return {
+        "bits": 8 * body.numel() / x.numel(),
+        "fixed": BITS + 32 / BLOCK,
+        "entropy": entropy,
+        "bar": HUFFMAN_BAR * entropy + 32 / BLOCK,
+    }
+
+
+def _entropy(layers: list[Tensor], outs: list[Tensor], table: np.ndarray, norm: Norm) -> float:
+    """Bits a code, from how often each decoded level occurs."""
+    counts = np.zeros(2 * len(table) - 1, np.int64)
+    middles = (table[1:] + table[:-1]).astype(np.float64) / 2
+    for layer, out in zip(layers, outs, strict=True):
+        signs = out.sign().split(BLOCK)
+        for block, decoded, sign in zip(layer.split(BLOCK), out.split(BLOCK), signs, strict=True):
+            length = float(block.double().norm() if norm == "l2" else block.abs().max())
+            # a block of zeros is all level 0
+            r = decoded.abs().double().numpy() / (length or 1.0)
+            code = np.searchsorted(middles, r) * sign.numpy().astype(np.int64)
+            counts += np.bincount(code + len(table) - 1, minlength=len(counts))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+# --- all of it ----------------------------------------------------------------------------------------
+
+
+def missed(figures: dict[str, Any]) -> list[str]:
+    """The bars that were not met."""
+    found = []
+    for density, row in figures["positions"].items():
+        if row["ratio"] > RICE_BAR:
+            found.append(f"positions at {density}: {row['ratio']:.3f} of the entropy, bar {RICE_BAR}")
+    alq = "ALQ, max" if ALQ().norm == "max" else "ALQ"
+    for model, row in figures["variance"].items():
+        for other in ("QSGD", "QSGDinf", "NUQSGD", "AMQ"):
+            if row[alq] >= row[other]:
+                found.append(f"{model}: {alq} {row[alq]:.3f} is not below {other} {row[other]:.3f}")
+    for name, row in figures["huffman"].items():
+        if row["bits"] > row["bar"]:
+            found.append(f"{name}: {row['bits']:.3f} bits an element, bar {row['bar']:.3f}")
+    return found
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """All three tables."""
+    numel, steps, count = (300_000, 2, 2) if quick else (25_000_000, 100, 6)
+    densities = DENSITIES[1:2] if quick else DENSITIES
+    recipes = dict(list(RECIPES.items())[:1]) if quick else RECIPES
+    taken = {name: gradients(recipe, steps, count) for name, recipe in recipes.items()}
+    norms: tuple[Norm, ...] = ("l2", "max")
+    return {
+        "numel": numel,
+        "bits": BITS,
+        "block": BLOCK,
+        "positions": {f"{density:g}": positions(numel, density) for density in densities},
+        "variance": {name: variances(found) for name, found in taken.items()},
+        "huffman": {
+            f"{name}, {norm}": coded(found, norm) for name, found in taken.items() for norm in norms
+        },
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the tables."""
+    titles = {
+        "positions": f"top-k of {figures['numel']:,}: bits a position at density",
+        "variance": f"variance over energy, {BITS} bits, blocks of {BLOCK}",
+        "huffman": f"ALQ, Huffman, {BITS} bits: bits an element",
+    }
+    for key, title in titles.items():
+        rows = figures[key]
+        columns = list(next(iter(rows.values())))
+        lines = [[name, *(row[column] for column in columns)] for name, row in rows.items()]
+        table = [[title, *columns], *lines]
+        if key == "variance":  # many schemes, few models
+            table = [list(line) for line in zip(*table, strict=True)]
+        print(report.table(table), end="\n\n")
+
+
+def main() -> int:
+    """Run all, print, write; the exit code says whether a bar was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = measure(options.quick)
+    show(figures)
+    found = []
+    if not options.quick:
+        found = missed(figures)
+        print("\n".join(found) if found else "all bars met")
+        print(f"written: {report.write('wire', {**figures, 'missed': found})}")
+    return int(bool(found) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,671 @@
+"""Compressors that send every element in a few bits: a level, times the norm of its block.
+
+They differ in what a block is divided by, in where the levels are, and in whether rounding is random
+(:class:`hvd_adaptive.wire_codes.Rule`); everything else is the same for all of them. Levels of
+compression are bits a value. What travels is described in :mod:`hvd_adaptive.wire_codes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import ClassVar, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive import wire_codes
+from hvd_adaptive.compressors.base import (
+    CodecState,
+    Compressor,
+    Float64s,
+    GatheredCompressor,
+    LayerStats,
+    Level,
+    Shape,
+    check_input,
+)
+from hvd_adaptive.compressors.levels import LearnedLevels
+from hvd_adaptive.layers import Layer
+from hvd_adaptive.wire_codes import MAX_BITS, MAX_BLOCK, Book, Norm, Rounding, Rule, Tables
+
+
+class Quantizer(GatheredCompressor):
+    """All layers in one kernel call: add the gradient, measure, round, pack, leave the remainder.
+
+    Cost: two passes over the tensor, and some over the codes where they are Huffman-coded. Memory: the payload. Source: Alistarh et al., "QSGD" (NeurIPS 2017).
+    """
+
+    widths: ClassVar[range] = range(1, MAX_BITS + 1)
+    """Bits a value that there can be."""
+
+    @property
+    @abstractmethod
+    def rule(self) -> Rule:
+        """How this member measures and rounds a block."""
+
+    @property
+    def biased(self) -> bool:
+        """Not where rounding is random and nothing saturates."""
+        return self.rule.rounding is Rounding.sign or self.rule.norm is Norm.clipped
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether codes are Huffman-coded."""
+        return False
+
+    def levels(self, layer: Layer) -> tuple[Level, ...]:
+        """Bits from twice the default to half of it, by one (L-GreCo's search range)."""
+        del layer
+        bits = int(self.level)
+        return tuple(width for width in range(2 * bits, bits // 2 - 1, -1) if width in self.widths)
+
+    def tables(self, bits: Sequence[int], state: CodecState | None) -> Tables:
+        """The levels for these numbers of bits: fixed ones, or those of ``state``."""
+        if not self.rule.carried:
+            return self.rule.tables
+        learnt = state if state is not None else _fresh_state(self)
+        if not isinstance(learnt, LearnedLevels):
+            raise TypeError(f"{self.name}: its state is a LearnedLevels, got {type(learnt).__name__}")
+        return Tables({width: learnt.table(width) for width in sorted(set(bits))})
+
+    def compress_layers_(
+        self,
+        x: Tensor,
+        offsets: npt.NDArray[np.int64],
+        levels: Sequence[Level],
+        grads: Sequence[Tensor] | None = None,
+        *,
+        keys: npt.NDArray[np.uint64] | None = None,
+        reserve: int = 0,
+        spectra: npt.NDArray[np.int64] | None = None,
+        state: CodecState | None = None,
+    ) -> tuple[Tensor, LayerStats]:
+        """Quantize all layers; see :meth:`GatheredCompressor.compress_layers_`.
+
+        Raises:
+            ValueError: a level is not a number of bits that this compressor has, or the tensors do
+                not fit together.
+        """
+        bits = np.array([self._bits(level) for level in levels], np.int64)
+        tables = self.tables(bits.tolist(), state)
+        if isinstance(state, LearnedLevels) and state.collecting:
+            _observe(state, x, offsets, grads)
+        books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
+        front = wire_codes.write_books(books if self.rule.carried else [])
+        room = reserve + (0 if self.shrinks else len(front))
+        body, stats = _kernels(x).quantize_compress_(
+            x, offsets, bits, self.rule, tables, grads, keys, room, spectra
+        )
+        if self.shrinks:
+            body = self._shrunk(body[room:], np.diff(offsets), tables, books, reserve)
+        else:
+            body[reserve:room] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
+        return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 2] != 0)
+
+    def _shrunk(
+        self,
+        layers: Tensor,
+        numels: npt.NDArray[np.int64],
+        tables: Tables,
+        books: list[Book],
+        reserve: int,
+    ) -> Tensor:
+        """Huffman-code the layers and put their books in front."""
+        from hvd_adaptive.kernels import huffman
+
+        shrunk, codes = huffman.shrink(layers.cpu(), numels, self.rule, tables)
+        for book in books:
+            book.magnitudes = book.magnitudes if self.rule.carried else None
+            book.huffman = codes.get(book.bits)
+        used = [book for book in books if self.rule.carried or book.huffman is not None]
+        front = bytearray(reserve) + wire_codes.write_books(used)
+        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), shrunk]).to(layers.device)
+
+    def decompress_layers_add_(
+        self, body: Tensor, outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Decode and add; every length, norm, table and code is checked.
+
+        When a WireError is raised, layers and blocks before the damage may have been added.
+        """
+        tables, start, body = self._opened(body, [out.numel() for out in outs])
+        marks = _kernels(body).quantize_decompress_add_(body, start, outs, scale, self.rule, tables)
+        return cast(npt.NDArray[np.uint8], marks).astype(np.bool_)
+
+    def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
+        """The tables of a body, where its layers begin, and the body with its codes packed."""
+        if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
+            raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}{tuple(body.shape)}")
+        if body.numel() and not self.rule.carried and not body[0]:
+            return self.rule.tables, 1, body
+        from hvd_adaptive.kernels import huffman
+
+        data = body.cpu()
+        tables, codes, start = huffman.read_books(data.numpy(), self.rule)
+        if not codes:
+            return tables, start, body
+        packed = huffman.expand(data, start, numels, self.rule, tables, codes)
+        return tables, 0, packed.to(body.device)
+
+    def errors(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Float64s:
+        """From one weighted histogram for all levels: within 1 % of the expectation.
+
+        Where rounding is not random it is exact, up to the rounding of the means (10^-7 of the
+        energy). NaN where ``x`` is not finite.
+        """
+        del shape
+        check_input(x)
+        bits = [self._bits(level) for level in levels]
+        if self.rule.rounding is Rounding.sign:
+            one_layer, one_level = np.array([0, x.numel()]), [self.level]
+            _, stats = self.compress_layers_(x.clone(), one_layer, one_level)
+            # the means are what is nearest to their sides, so the remainder is orthogonal to them
+            error = max(0.0, float(stats.energy[0] - stats.sent[0]))
+            return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
+        tables = self.tables(bits, state)
+        kernels = _kernels(x)
+        weights, beyond = kernels.weigh(x, self.rule)
+        return np.array(
+            [kernels.errors_from_weights(weights, tables.signed(width)) + beyond for width in bits]
+        )
+
+    def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
+        """Exact for packed codes; with Huffman coding an upper bound, which is their size."""
+        del shape
+        bits = self._bits(level)
+        alphabet = int(self.tables([bits], None).alphabets[bits])
+        books = wire_codes.book_bytes(bits) if self.rule.carried else 0
+        return 1 + books + wire_codes.layer_bytes(numel, bits, alphabet, self.rule)
+
+    def _bits(self, level: Level) -> int:
+        """A level as a number of bits; ValueError where it is none."""
+        if level not in self.widths:
+            raise ValueError(
+                f"{self.name}: a level is {self.widths[0]} to {self.widths[-1]} whole bits, got {level}"
+            )
+        return int(level)
+
+
+@lru_cache
+def _fresh_state(compressor: Quantizer) -> CodecState | None:
+    """What compresses where there is no state: as at the first step."""
+    return compressor.new_state()
+
+
+def _kernels(tensor: Tensor) -> ModuleType:
+    """The module with the kernels for the device of ``tensor``."""
+    if tensor.is_cpu:
+        from hvd_adaptive.kernels import quantize
+
+        return quantize
+    from hvd_adaptive.kernels import quantize_reference
+
+    return quantize_reference
+
+
+def _observe(
+    state: LearnedLevels, x: Tensor, offsets: npt.NDArray[np.int64], grads: Sequence[Tensor] | None
+) -> None:
+    """Show the state what is about to be compressed, but for layers that are not finite."""
+    layers = [
+        x[start:end] for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ]
+    if grads is not None:
+        layers = [layer + grad.view(-1) for layer, grad in zip(layers, grads, strict=True)]
+    finite = [layer for layer in layers if bool(layer.isfinite().all())]
+    if finite:
+        state.observe(torch.cat(finite), np.cumsum([0] + [layer.numel() for layer in finite]))
+
+
+# --- random rounding -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Random(Quantizer):
+    """Members that round at random to one of the two levels around a value.
+
+    Args:
+        bits: bits a value; with 1 bit the levels are the norm and its negative.
+        block: elements that share a norm.
+        coding: ``fixed`` packs codes at their width; ``huffman`` codes them by how often they occur,
+            where that takes fewer bytes.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    bits: int = 4
+    block: int = 512
+    coding: str = "fixed"
+
+    norm_of_block: ClassVar[Norm] = Norm.l2
+    rounding: ClassVar[Rounding] = Rounding.uniform
+
+    def __post_init__(self) -> None:
+        self._bits(self.bits)
+        _check_choice(self.name, "coding", self.coding, CODINGS)
+        _check_block(self.name, self.block)
+
+    @property
+    def level(self) -> Level:
+        """The bits."""
+        return self.bits
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether codes are Huffman-coded."""
+        return self.coding == "huffman"
+
+    @property
+    def rule(self) -> Rule:
+        """The norm of the block and where the levels are."""
+        return Rule(self.norm_of_block, self.rounding, self.block)
+
+
+CODINGS = ("fixed", "huffman")
+
+
+def _check_choice(name: str, option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: {option}={value!r} is not one of {', '.join(known)}")
+
+
+def _check_block(name: str, block: int) -> None:
+    if not 1 <= block <= MAX_BLOCK:
+        raise ValueError(f"{name}: a block has 1 to {MAX_BLOCK} elements, got block={block}")
+
+
+@dataclass(frozen=True)
+class QSGD(_Random):
+    """Evenly spaced levels between the block's L2 norm and its negative, with 0.
+
+    Unbiased. Variance: at most ``min(block / s^2, sqrt(block) / s) * |x|^2`` with
+    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about six copies of the tensor to
+    compress, two to decode. Wire: ``bits + 32 / block`` bits a value (1.6 for 2 bits, whose three
+    levels are packed five to a byte); with Huffman coding far fewer, since most codes are near 0.
+    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
+    Encoding" (NeurIPS 2017), section 3.1.
+
+    Args:
+        bits: 1 to 8 bits a value.
+        block: 1 to 65,536 elements that share a norm.
+        coding: ``fixed`` or ``huffman``.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> x = torch.tensor([3.0, -4.0])
+        >>> qsgd = QSGD(bits=4)
+        >>> payload, out = qsgd.compress_(x, 4, key=7), torch.zeros(2)
+        >>> qsgd.decompress_add_(payload, out)
+        >>> payload.nbytes, (out + x).tolist()
+        (7, [3.0, -4.0])
+    """
+
+    name = "qsgd"
+
+
+@dataclass(frozen=True)
+class QSGDInf(_Random):
+    """Evenly spaced levels between the block's largest magnitude and its negative, with 0.
+
+    Unbiased. Less variance than :class:`QSGD` at equal bits, for codes that spread over all levels
+    and so gain less from Huffman coding. Cost and wire as there. Source: Alistarh et al. (2017),
+    section 5 ("scaling by the max").
+
+    Args:
+        bits: 1 to 8 bits a value.
+        block: 1 to 65,536 elements that share a norm.
+        coding: ``fixed`` or ``huffman``.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> x, out = torch.tensor([4.0, -4.0, 0.0]), torch.zeros(3)
+        >>> qsgdinf = QSGDInf(bits=2)
+        >>> qsgdinf.decompress_add_(qsgdinf.compress_(x, 2), out)
+        >>> out.tolist(), x.tolist()
+        ([4.0, -4.0, 0.0], [0.0, 0.0, 0.0])
+    """
+
+    name = "qsgdinf"
+    norm_of_block = Norm.max
+
+
+@dataclass(frozen=True)
+class NUQSGD(_Random):
+    """Levels at the L2 norm times 1, 1/2, 1/4, ..., with 0 and negatives.
+
+    Unbiased. Finer than :class:`QSGD` near 0, where nearly all of a gradient is. Cost and wire as
+    there. Source: Ramezani-Kebrya et al., "NUQSGD: Provably Communication-efficient Data-parallel SGD
+    via Nonuniform Quantization" (JMLR 2021), section 3.
+
+    Args:
+        bits: 1 to 8 bits a value.
+        block: 1 to 65,536 elements that share a norm.
+        coding: ``fixed`` or ``huffman``.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> x, out = torch.tensor([0.0, -8.0]), torch.zeros(2)
+        >>> nuqsgd = NUQSGD(bits=3)
+        >>> nuqsgd.decompress_add_(nuqsgd.compress_(x, 3), out)
+        >>> out.tolist()
+        [0.0, -8.0]
+    """
+
+    name = "nuqsgd"
+    rounding = Rounding.powers
+
+
+@dataclass(frozen=True)
+class Natural(_Random):
+    """Rounding to powers of two, sign and exponent in ``bits``: the 2^(bits - 1) - 1 from the largest.
+
+    The block's largest magnitude is rounded up to a power of two, so every decoded value is one, or 0.
+    Unbiased. With 8 bits the error is at most
+    1/8 of the energy. Cost and wire as :class:`QSGD`. Source: Horvath et al., "Natural Compression for
+    Distributed Deep Learning" (2019), sections 2 and 3 (natural dithering for fewer bits).
+
+    Args:
+        bits: 2 to 8 bits a value.
+        block: 1 to 65,536 elements that share a norm.
+        coding: ``fixed`` or ``huffman``.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> x, out = torch.tensor([0.25, -8.0, 0.0]), torch.zeros(3)
+        >>> natural = Natural()
+        >>> natural.decompress_add_(natural.compress_(x, 8), out)
+        >>> out.tolist()
+        [0.25, -8.0, 0.0]
+    """
+
+    bits: int = 8
+
+    name = "natural"
+    widths = range(2, MAX_BITS + 1)
+    norm_of_block = Norm.power
+    rounding = Rounding.powers
+
+
+@dataclass(frozen=True)
+class TernGrad(Quantizer):
+    """The block's largest magnitude times -1, 0 or 1.
+
+    Unbiased without clipping. Cost as :class:`QSGD`. Wire: ``1.6 + 32 / block`` bits a value. Source:
+    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
+    (NeurIPS 2017), sections 3.1 and 3.3.
+
+    Args:
+        block: 1 to 65,536 elements that share a norm.
+        clip: magnitudes saturate at this many root mean squares of the block (the paper's 2.5 standard
+            deviations): less variance, but biased. 0 does not clip.
+        coding: ``fixed`` or ``huffman``.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> x, out = torch.tensor([2.0, -2.0, 0.0]), torch.zeros(3)
+        >>> terngrad = TernGrad()
+        >>> payload = terngrad.compress_(x, terngrad.level)
+        >>> terngrad.decompress_add_(payload, out)
+        >>> payload.nbytes, out.tolist()
+        (7, [2.0, -2.0, 0.0])
+    """
+
+    block: int = 512
+    clip: float = 0.0
+    coding: str = "fixed"
+
+    name = "terngrad"
+    widths = range(2, 3)
+    level = 2
+
+    def __post_init__(self) -> None:
+        _check_choice(self.name, "coding", self.coding, CODINGS)
+        _check_block(self.name, self.block)
+        if not 0.0 <= self.clip < float("inf"):
+            raise ValueError(f"terngrad: clip is 0 or a number of deviations, got {self.clip}")
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether codes are Huffman-coded."""
+        return self.coding == "huffman"
+
+    @property
+    def rule(self) -> Rule:
+        """The maximum, clipped or not."""
+        return Rule(Norm.clipped if self.clip else Norm.max, Rounding.uniform, self.block, self.clip)
+
+
+# --- signs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SignSGD(Quantizer):
+    """The sign of every value, times the mean magnitude of its block.
+
+    Biased and not random: use it with error feedback. Cost as :class:`QSGD`. Wire: ``1 + 32 / block``
+    bits a value. Source: Bernstein et al., "signSGD" (ICML 2018); scaled as in Karimireddy et al.,
+    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), section 4.
+
+    Args:
+        block: 1 to 65,536 elements that share a mean.
+
+    Raises:
+        ValueError: block out of its range.
+
+    Example:
+        >>> x, out = torch.tensor([3.0, -1.0, 2.0]), torch.zeros(3)
+        >>> signsgd = SignSGD()
+        >>> signsgd.decompress_add_(signsgd.compress_(x, 1), out)
+        >>> out.tolist(), x.tolist()
+        ([2.0, -2.0, 2.0], [1.0, 1.0, 0.0])
+    """
+
+    block: int = 512
+
+    name = "signsgd"
+    widths = range(1, 2)
+    level = 1
+
+    def __post_init__(self) -> None:
+        _check_block(self.name, self.block)
+
+    @property
+    def rule(self) -> Rule:
+        """Signs of the mean magnitude."""
+        return Rule(Norm.mean, Rounding.sign, self.block)
+
+
+@dataclass(frozen=True)
+class OneBit(Quantizer):
+    """The mean of a block's negative values or that of the others, whichever a value belongs to.
+
+    Biased and not random: use it with error feedback. Cost as :class:`QSGD`. Wire: ``1 + 64 / block``
+    bits a value. Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+    Data-Parallel Distributed Training of Speech DNNs" (Interspeech 2014), section 3.2, with blocks in
+    the place of columns.
+
+    Args:
+        block: 1 to 65,536 elements that share the two means.
+
+    Raises:
+        ValueError: block out of its range.
+
+    Example:
+        >>> x, out = torch.tensor([3.0, -1.0, 1.0]), torch.zeros(3)
+        >>> onebit = OneBit()
+        >>> onebit.decompress_add_(onebit.compress_(x, 1), out)
+        >>> out.tolist(), x.tolist()
+        ([2.0, -1.0, 2.0], [1.0, 0.0, -1.0])
+    """
+
+    block: int = 512
+
+    name = "onebit"
+    widths = range(1, 2)
+    level = 1
+
+    def __post_init__(self) -> None:
+        _check_block(self.name, self.block)
+
+    @property
+    def rule(self) -> Rule:
+        """A mean for each side."""
+        return Rule(Norm.sides, Rounding.sign, self.block)
+
+
+# --- learnt levels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Learned(_Random):
+    """Members whose levels follow the gradients: they travel with every body, 4 bytes a magnitude.
+
+    Args:
+        bits: bits a value.
+        block: elements that share a norm.
+        coding: ``huffman`` or ``fixed``.
+        norm: ``l2`` or ``max``.
+        updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    bits: int = 3
+    coding: str = "huffman"
+    norm: str = "l2"
+    updates: str = "100/2000/10000"
+
+    rounding = Rounding.table
+    kind: ClassVar[Literal["alq", "amq"]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice(self.name, "norm", self.norm, ("l2", "max"))
+        if not all(step.strip().isdecimal() for step in self.updates.split("/")):
+            raise ValueError(
+                f"{self.name}: updates={self.updates!r} are no steps: write updates=100/2000/10000"
+            )
+        self.new_state()  # names what else is wrong
+
+    @property
+    def rule(self) -> Rule:
+        """Tables, which travel."""
+        return Rule(Norm[self.norm], Rounding.table, self.block)
+
+    @property
+    def state_key(self) -> Compressor:
+        """Levels are learnt for all bits, and whatever the coding."""
+        return dataclasses.replace(self, bits=type(self).bits, coding=type(self).coding)
+
+    def new_state(self) -> LearnedLevels:
+        """The levels to start from."""
+        return LearnedLevels(
+            self.kind,
+            self.block,
+            cast(Literal["l2", "max"], self.norm),
+            tuple(int(step) for step in self.updates.split("/")),
+            self.first_levels,
+        )
+
+    @property
+    def first_levels(self) -> Literal["uniform", "exponential"]:
+        """Where levels are before anything was learnt."""
+        return "exponential"
+
+
+@dataclass(frozen=True)
+class ALQ(_Learned):
+    """Levels, 0 among them, moved one by one to where the expected error is least.
+
+    Unbiased. Cost: about fourteen copies of the tensor to compress and two to decode, with Huffman
+    coding twenty and six; learning is at few steps (see :class:`hvd_adaptive.compressors.levels.LearnedLevels`). Wire: ``bits + 32 / block``
+    bits a value at most, and within 2 % of the codes' entropy with Huffman coding. Source: Faghri et
+    al., "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020), sections 3.1 to 3.3.
+
+    Args:
+        bits: 2 to 8 bits a value.
+        block: 1 to 65,536 elements that share a norm.
+        coding: ``huffman`` or ``fixed``.
+        norm: ``l2`` or ``max``.
+        updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
+        start: levels before anything was learnt: ``exponential`` (as NUQSGD) or ``uniform`` (QSGD).
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> alq = ALQ(norm="max")
+        >>> state = alq.new_state()
+        >>> x = torch.tensor([4.0, 2.0, 0.0])
+        >>> payload, out = alq.compress_(x, 3, state=state), torch.zeros(3)
+        >>> alq.decompress_add_(payload, out)  # 1/2 is one of the first levels
+        >>> out.tolist()
+        [4.0, 2.0, 0.0]
+    """
+
+    start: str = "exponential"
+
+    name = "alq"
+    kind = "alq"
+    widths = range(2, MAX_BITS + 1)
+
+    @property
+    def first_levels(self) -> Literal["uniform", "exponential"]:
+        """The option."""
+        return cast(Literal["uniform", "exponential"], self.start)
+
+
+@dataclass(frozen=True)
+class AMQ(_Learned):
+    """Levels 1, p, p^2, ... and their negatives, without 0, for the multiplier p of least error.
+
+    Unbiased: below the smallest level the sign is random. The multiplier starts at 1/2. Cost, wire and
+    source as :class:`ALQ` (section 3.4 there); without 0 an entropy code gains less.
+
+    Args:
+        bits: 1 to 8 bits a value.
+        block: 1 to 65,536 elements that share a norm.
+        coding: ``huffman`` or ``fixed``.
+        norm: ``l2`` or ``max``.
+        updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> amq = AMQ(norm="max", bits=2)
+        >>> x = torch.tensor([4.0, -2.0])
+        >>> payload, out = amq.compress_(x, 2), torch.zeros(2)
+        >>> amq.decompress_add_(payload, out)
+        >>> out.tolist()
+        [4.0, -2.0]
+    """
+
+    name = "amq"
+    kind = "amq"
