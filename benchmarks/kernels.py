@@ -1,11 +1,13 @@
 """What the kernels cost, in copies of the tensor and against torch.topk, on one thread.
 
-Three questions:
+Five questions:
 
 1. One layer of 25 million float32: how long do accumulate + select + encode + remainder take, how
    long does decoding take, and how many bits does a value need against the entropy?
 2. 300 layers of 4,096: how many microseconds does a layer cost in one call?
 3. How long does the summary for planning take (the spectrum, and 100 errors from it)?
+4. What do the other selection rules cost, and the error tables of 100 levels?
+5. How much faster is compressing a payload further than compressing the tensor again?
 
 Contestants take turns within one run, and ratios are of their fastest turns: the machine may be busy.
 
@@ -28,10 +30,34 @@ import torch
 from torch import Tensor
 
 import report
+from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, MultiLevel
+from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 from hvd_adaptive.kernels import cpu, warm
 from hvd_adaptive.kernels.reference import BINS
 from hvd_adaptive.wire import ValueFormat, count_of, max_sparse_bytes
 
+CONTESTANTS: dict[str, tuple[Compressor, float]] = {
+    "topk": (TopK(density=0.01), 8.0),
+    "dgc": (DGC(density=0.01), 6.0),
+    "redsync": (RedSync(density=0.01), 6.0),
+    "redsync, signs": (RedSync(density=0.01, values="sign"), 6.0),
+    "threshold": (Threshold(threshold=3.643), math.inf),  # 1 % of the sum of two normals
+    "globaltopk": (GlobalTopK(density=0.01), math.inf),
+}
+"""Accumulate, compress and keep the remainder: the most copies of the tensor that this may take."""
+TABLE_BARS = {"topk", "dgc", "redsync"}
+"""Contestants whose error table must be cheap (that of one threshold more or less has no bar)."""
+TABLE_LEVELS = 100
+TABLE_PASSES_BAR = 1.5  # of the compress pass
+TABLE_SPEEDUP_BAR = 100.0  # over compressing at each level
+MULTI_LEVEL: dict[str, Compressor] = {
+    "topk": TopK(density=0.1),
+    "dgc": DGC(density=0.1),
+    "redsync": RedSync(density=0.1),
+}
+"""Compressors that are MultiLevel; compression factor 10, then 1000."""
+MULTI_LEVEL_BAR = 1.0
+PAPERS_MULTI_LEVEL = "1.1-1.83"
 COPIES_BAR = 8.0
 SPEEDUP_BAR = 15.0
 BITS_BARS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
@@ -99,7 +125,7 @@ def torch_topk(bucket: Setup) -> None:
 
 def compress(bucket: Setup, values: ValueFormat, spectra: np.ndarray | None = None) -> Tensor:
     """The kernel's way; returns the body."""
-    body, _ = cpu.topk_compress_(
+    body, _ = cpu.sparse_compress_(
         bucket.x, bucket.offsets, bucket.counts, values, bucket.grads, spectra=spectra
     )
     return body
@@ -194,6 +220,101 @@ def planning(numel: int, repeats: int) -> dict[str, float]:
     }
 
 
+def accumulate_and_compress(compressor: Compressor, bucket: Setup) -> None:
+    """What a step does with one bucket, whatever the compressor's kind."""
+    if isinstance(compressor, GatheredCompressor):
+        levels = [compressor.level] * len(bucket.grads)
+        compressor.compress_layers_(bucket.x, bucket.offsets, levels, bucket.grads)
+        return
+    for layer, grad in enumerate(bucket.grads):
+        x = bucket.x[bucket.offsets[layer] : bucket.offsets[layer + 1]]
+        compressor.compress_(x.add_(grad), compressor.level)
+
+
+def table_levels(compressor: Compressor) -> list[float]:
+    """100 levels around the default, evenly spread by their logarithm."""
+    spread = np.geomspace(0.1, 10, TABLE_LEVELS)
+    return [compressor.level * float(factor) for factor in spread]
+
+
+def compressing(compressor: Compressor, bucket: Setup, levels: list[float]) -> float:
+    """Mean seconds of compressing the tensor as it is at some levels."""
+    turns = {str(at): lambda at=at: compressor.compress_(bucket.x, at) for at in levels}
+    return sum(take_turns(turns, 2, bucket.refill).values()) / len(levels)
+
+
+def rules(numel: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Every contestant's pass over one large layer, and its error table, in copies of the layer."""
+    bucket = setup(1, numel, 0.01)
+    copy, total = torch.empty_like(bucket.start), bucket.start + bucket.grads[0]
+    turns: dict[str, Callable[[], object]] = {"memcpy": lambda: copy.copy_(bucket.start)}
+    for name, (compressor, _) in CONTESTANTS.items():
+        turns[name] = lambda c=compressor: accumulate_and_compress(c, bucket)
+        turns[name + " table"] = lambda c=compressor: c.errors(total, table_levels(c))
+    seconds = take_turns(turns, repeats, bucket.refill)
+    figures = {}
+    for name, (compressor, _) in CONTESTANTS.items():
+        each = compressing(compressor, bucket, table_levels(compressor)[::10])
+        took, table = seconds[name], seconds[name + " table"]
+        figures[name] = {
+            "ms": 1e3 * took,
+            "copies": took / seconds["memcpy"],
+            "table_ms": 1e3 * table,
+            "table_passes": table / took,
+            "table_speedup": TABLE_LEVELS * each / table,
+        }
+    return figures
+
+
+def multi_level_turns(
+    compressor: Compressor, x: Tensor, spare: Tensor
+) -> dict[str, Callable[[], object]]:
+    """The ways to factor 10 and factor 1000, or to what they would gain."""
+
+    def twice() -> None:
+        spare.copy_(x)
+        compressor.compress_(spare, 0.1)
+        compressor.compress_(x, 0.001)
+
+    def further() -> None:
+        payload = compressor.compress_(x, 0.1)
+        compressor.shrink_(payload, x, 0.001)
+
+    return {
+        "copy": lambda: spare.copy_(x),
+        "twice": twice,
+        "further": further,
+        "gains": lambda: compressor.errors(x, [0.1, 0.001]),
+    }
+
+
+def multi_level(numel: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Factor 10 and then 1000: from the payload, from the tensor again, and only the two gains.
+
+    Compressing consumes a tensor, so that doing it twice takes a copy ("uncopied" leaves that out).
+    """
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    x, spare = start.clone(), torch.empty_like(start)
+    figures = {}
+    for name, compressor in MULTI_LEVEL.items():
+        assert isinstance(compressor, MultiLevel)
+        seconds = take_turns(multi_level_turns(compressor, x, spare), repeats, lambda: x.copy_(start))
+        figures[name] = {f"{key} ms": 1e3 * took for key, took in seconds.items()}
+        figures[name]["speedup"] = seconds["twice"] / seconds["further"]
+        uncopied = seconds["twice"] - seconds["copy"]
+        figures[name]["speedup, uncopied"] = uncopied / seconds["further"]
+        figures[name]["speedup of gains"] = seconds["twice"] / seconds["gains"]
+    return figures
+
+
+def print_rows(title: str, figures: dict[str, dict[str, float]]) -> None:
+    """One row a contestant, the names of the figures as the heading."""
+    columns = list(next(iter(figures.values())))
+    rows: list[list[object]] = [[title, *columns]]
+    rows += [[name, *(f"{row[column]:.2f}" for column in columns)] for name, row in figures.items()]
+    print("\n" + report.table(rows))
+
+
 def print_large(numel: int, density: float, figures: dict[str, dict[str, float]]) -> None:
     """One table for one density."""
     columns = ("ms", "copies", "speedup", "bits", "entropy", "bound", "decode_ns")
@@ -213,7 +334,12 @@ def print_large(numel: int, density: float, figures: dict[str, dict[str, float]]
     print(report.table(rows), end="\n\n")
 
 
-def missed(large: dict[str, dict[str, float]], small: dict[str, float]) -> list[str]:
+def missed(
+    large: dict[str, dict[str, float]],
+    small: dict[str, float],
+    ruled: dict[str, dict[str, float]],
+    levels: dict[str, dict[str, float]],
+) -> list[str]:
     """The bars that were not met, at density 1 %."""
     found = []
     for name in (*ValueFormat.__members__, WITH_SPECTRUM):
@@ -226,10 +352,24 @@ def missed(large: dict[str, dict[str, float]], small: dict[str, float]) -> list[
         row = large[values.name]
         if row["bits"] > BITS_BARS.get(values, math.inf):
             found.append(f"{values.name}: {row['bits']:.2f} bits a value, bar {BITS_BARS[values]}")
-        if not 1.0 <= row["bound"] <= 1.03:
+        if not 1.0 <= row["bound"] <= (1.07 if values is ValueFormat.sign else 1.03):
             found.append(f"{values.name}: max_sparse_bytes is {row['bound']:.3f} of the actual size")
     if small["compress"] > SMALL_LAYER_BAR:
         found.append(f"small layers: {small['compress']:.1f} us each, bar {SMALL_LAYER_BAR}")
+    for name, (_, bar) in CONTESTANTS.items():
+        if ruled[name]["copies"] > bar:
+            found.append(f"{name}: {ruled[name]['copies']:.1f} copies, bar {bar}")
+    for name in sorted(TABLE_BARS):
+        passes, speedup = ruled[name]["table_passes"], ruled[name]["table_speedup"]
+        if passes > TABLE_PASSES_BAR:
+            found.append(f"{name}: an error table is {passes:.2f} passes, bar {TABLE_PASSES_BAR}")
+        if speedup < TABLE_SPEEDUP_BAR:
+            found.append(f"{name}: an error table is {speedup:.0f} x faster, bar {TABLE_SPEEDUP_BAR}")
+    for name, row in levels.items():
+        if row["speedup"] <= MULTI_LEVEL_BAR:
+            found.append(
+                f"{name}: multi-level is {row['speedup']:.2f} x as fast, bar {MULTI_LEVEL_BAR}"
+            )
     return found
 
 
@@ -252,15 +392,22 @@ def main() -> int:
     plan = planning(numel, repeats)
     print("\n" + report.table([["planning", *plan], ["", *plan.values()]]))
 
+    ruled = rules(numel, repeats)
+    print_rows(f"{numel:,} at 1.0%", ruled)
+    levels = multi_level(numel, repeats)
+    print_rows(f"factor 10, then 1000 (paper: {PAPERS_MULTI_LEVEL} x)", levels)
+
     found = []
     if not options.quick:
-        found = missed(large[0.01], small)
+        found = missed(large[0.01], small, ruled, levels)
         print("\n" + ("\n".join(found) if found else "all bars met"))
         figures = {
             "numel": numel,
             "large": {f"{density:g}": rows for density, rows in large.items()},
             "small_layers_us": small,
             "planning": plan,
+            "rules": ruled,
+            "multi_level": levels,
             "missed": found,
         }
         print(f"written: {report.write('kernels', figures)}")

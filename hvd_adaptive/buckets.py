@@ -32,6 +32,8 @@ class Route:
     """dtype of a summed payload; None where the payload is bytes."""
     feedback: str = "none"
     """The feedback rule, as text."""
+    keeps: bool = True
+    """False if what the layer does not send is dropped, though its bucket keeps that of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Part:
     levels: tuple[Level, ...]
     start: int
     stop: int
+    keeps: bool = True
+    """Whether what is not sent is kept, as the bucket's feedback says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +164,15 @@ def _key(layer: Layer, route: Route) -> _Key:
 
 
 def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) -> Bucket:
-    by_compressor: dict[Compressor, list[Layer]] = {}
+    by_compressor: dict[tuple[Compressor, bool], list[Layer]] = {}
     for layer in layers:
-        by_compressor.setdefault(routes[layer.name].compressor, []).append(layer)
+        route = routes[layer.name]
+        by_compressor.setdefault((route.compressor, route.keeps), []).append(layer)
     ordered: list[Layer] = []
     parts: list[Part] = []
-    for compressor, members in by_compressor.items():
+    for (compressor, keeps), members in by_compressor.items():
         levels = tuple(routes[layer.name].level for layer in members)
-        parts.append(Part(compressor, levels, len(ordered), len(ordered) + len(members)))
+        parts.append(Part(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
         ordered.extend(members)
     key = _key(ordered[0], routes[ordered[0].name])
     return Bucket(

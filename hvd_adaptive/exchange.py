@@ -239,11 +239,10 @@ class Exchange:
             pending = _advance(rounds, pending, reduced)
         outs = split(out, bucket.layers)
         good = [all_finite(each) for each in outs]
-        for view, rest, fine in zip(
-            split(x, bucket.layers), split(total, bucket.layers), good, strict=True
-        ):
-            if fine:
-                view.copy_(rest)
+        kept, rests = split(x, bucket.layers), split(total, bucket.layers)
+        for part in (part for part in bucket.parts if part.keeps):
+            for position in (each for each in range(part.start, part.stop) if good[each]):
+                kept[position].copy_(rests[position])
         memory.commit(bucket, x, work, good, self._step)
         for position in (position for position, fine in enumerate(good) if not fine):
             memory.restore(bucket, position, work[position], None)
@@ -318,6 +317,8 @@ class Exchange:
                 reserve=_room(bucket),
                 state=self.states.get(part.compressor.state_key),
             )
+            if not part.keeps:
+                x[offsets[part.start] : offsets[part.stop]].zero_()
             codes.append(code)
             fine[part.start : part.stop] = ~stats.nonfinite
             energy += float(stats.energy.sum())
@@ -346,14 +347,15 @@ class Exchange:
     ) -> None:
         """Take back what was committed for layers that were finite here but not on another rank."""
         for part, code in zip(bucket.parts, codes, strict=True):
-            if not undo[part.start : part.stop].any():
+            if not part.keeps or not undo[part.start : part.stop].any():
                 continue
             own = [torch.zeros_like(each) for each in local[part.start : part.stop]]
-            _gathered(part).decompress_layers_add_(code[_room(bucket) :], own, 1.0)
+            marks = _gathered(part).decompress_layers_add_(code[_room(bucket) :], own, 1.0)
             for position in (p for p in range(part.start, part.stop) if undo[p]):
-                self._memory[bucket.index].restore(
-                    bucket, position, local[position].view(-1), own[position - part.start].view(-1)
-                )
+                sent = own[position - part.start].view(-1)
+                if marks[position - part.start]:
+                    sent.zero_()  # a mark that stands for several layers: nothing of this one was sent
+                self._memory[bucket.index].restore(bucket, position, local[position].view(-1), sent)
 
 
 _WAYS = {

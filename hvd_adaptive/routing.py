@@ -165,30 +165,28 @@ def _dense(layer: Layer, route: Route) -> Route:
 
 
 def _in_company(layers: Sequence[Layer], routes: dict[str, Route]) -> dict[str, Route]:
-    """Let small dense layers follow the error feedback of layers that are summed in their dtype.
+    """Let layers without feedback share the buckets of layers with error feedback.
 
-    They then share a bucket and its first round, and nothing is left of them for the residual.
+    What they do not send is dropped all the same; but a model of several compressors then costs one
+    allgather and one allreduce a round for each bucket. Large dense layers still travel alone.
     """
-    hosts = [
-        route.feedback
+    hosts = {
+        (route.collective, route.wire_dtype): route.feedback
         for route in routes.values()
-        if isinstance(route.compressor, LinearCompressor)
-        and not isinstance(route.compressor, CastCompressor)
-        and route.wire_dtype == torch.float32
-        and route.feedback.partition(":")[0] == ErrorFeedback.name
-    ]
-    if not hosts:
-        return routes
-    return {
-        layer.name: replace(route, feedback=hosts[0])
-        if isinstance(route.compressor, NoCompression)
-        and route.collective is Collective.REDUCE
-        and route.wire_dtype == torch.float32 == layer.dtype
-        and route.feedback == NoFeedback.name
-        and layer.nbytes < ALONE_BYTES
-        else route
-        for layer, route in ((layer, routes[layer.name]) for layer in layers)
+        if _rule_name(route) == ErrorFeedback.name and not isinstance(route.compressor, CastCompressor)
     }
+    joined = dict(routes)
+    for layer in layers:
+        route = routes[layer.name]
+        host = hosts.get((route.collective, route.wire_dtype))
+        alone = isinstance(route.compressor, CastCompressor) and layer.nbytes >= ALONE_BYTES
+        if host is not None and _rule_name(route) == NoFeedback.name and not alone:
+            joined[layer.name] = replace(route, feedback=host, keeps=False)
+    return joined
+
+
+def _rule_name(route: Route) -> str:
+    return route.feedback.partition(":")[0]
 
 
 def wire_dtype(compressor: Compressor, layer: Layer) -> torch.dtype | None:

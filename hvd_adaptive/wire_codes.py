@@ -55,7 +55,7 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Norm(enum.IntEnum):
-    """What a block's values are divided by; of the first four, 2^127 at most."""
+    """What a block's values are divided by; a single one is 2^127 at most."""
 
     l2 = 0
     """The Euclidean norm."""
@@ -174,7 +174,7 @@ def valid_magnitudes(bits: int, magnitudes: Float32s) -> bool:
         and magnitudes.shape == (1 << (bits - 1),)
         and magnitudes[0] >= 0
         and magnitudes[-1] == 1
-        and (np.diff(magnitudes) > 0).all()
+        and (magnitudes[1:] > magnitudes[:-1]).all()
     )
 
 

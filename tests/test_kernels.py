@@ -21,9 +21,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvd_adaptive import wire
-from hvd_adaptive.kernels import cpu, for_device, reference
+from hvd_adaptive.compressors import sparse
+from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
+from hvd_adaptive.kernels import Rule, cpu, for_device, reference
 from hvd_adaptive.wire import ValueFormat, WireError, write_varint
 
+RULES = pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
 MODULES = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
 FORMATS = pytest.mark.parametrize("values", ValueFormat, ids=lambda values: values.name)
 KINDS = (
@@ -72,6 +75,8 @@ def numbers(kind: str, numel: int, seed: int) -> npt.NDArray[np.float32]:
 
 
 layers = st.tuples(st.sampled_from(KINDS), st.sampled_from(SIZES), st.integers(0, 2**32 - 1))
+MIDDLE = 0.7
+"""A threshold that some numbers of most kinds reach."""
 shares = st.sampled_from([0.0, 1e-9, 0.001, 0.01, 0.1, 0.3, 0.5, 0.99, 1.0, 1.5])
 single_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -96,13 +101,37 @@ def sent_indices(x: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     return np.sort(order[x[order] != 0])
 
 
+def thresholds_of(rule: Rule, layers: int, threshold: float) -> npt.NDArray[np.float32] | None:
+    return np.full(layers, threshold, np.float32) if rule == Rule.threshold else None
+
+
 def compress(
-    kernels: ModuleType, x: npt.NDArray[np.float32], k: int, values: ValueFormat
+    kernels: ModuleType,
+    x: npt.NDArray[np.float32],
+    k: int,
+    values: ValueFormat,
+    rule: Rule = Rule.topk,
+    threshold: float = 0.0,
 ) -> tuple[Tensor, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """One layer: (body, remainder, stats)."""
     rest = torch.from_numpy(x.copy())
-    body, stats = kernels.topk_compress_(rest, np.array([0, x.size]), np.array([k]), values)
+    body, stats = kernels.sparse_compress_(
+        rest,
+        np.array([0, x.size]),
+        np.array([k]),
+        values,
+        rule=rule,
+        thresholds=thresholds_of(rule, 1, threshold),
+    )
     return body, rest.numpy(), stats[0]
+
+
+def assert_same_mass(
+    x: npt.NDArray[np.float32], sent: npt.NDArray[np.float32], rest: npt.NDArray[np.float32]
+) -> None:
+    """What was sent and what is left are x, up to one float32 rounding of the difference."""
+    wide, left = x.astype(np.float64), x.astype(np.float64) - sent
+    assert np.all(np.abs(left - rest) <= 2.0**-24 * np.maximum(np.abs(wide), np.abs(left)))
 
 
 def decompress(kernels: ModuleType, body: Tensor, numel: int) -> npt.NDArray[np.float32]:
@@ -140,7 +169,7 @@ RELATIVE_ERROR = {ValueFormat.fp16: 2.0**-11, ValueFormat.bf16: 2.0**-8}
 
 @MODULES
 @usual
-@given(layers, shares, st.sampled_from([ValueFormat.fp16, ValueFormat.bf16, ValueFormat.int8]))
+@given(layers, shares, st.sampled_from([how for how in ValueFormat if how is not ValueFormat.fp32]))
 def test_rounded_payload_and_remainder_are_x_to_a_float32_rounding(
     kernels: ModuleType, layer: tuple[str, int, int], share: float, values: ValueFormat
 ) -> None:
@@ -149,8 +178,7 @@ def test_rounded_payload_and_remainder_are_x_to_a_float32_rounding(
     body, rest, stats = compress(kernels, x, k, values)
     sent = decompress(kernels, body, x.size)
     wide = x.astype(np.float64)
-    total = sent.astype(np.float64) + rest
-    assert np.all(np.abs(total - wide) <= 2.0**-24 * np.abs(wide))
+    assert_same_mass(x, sent, rest)
     chosen = sent_indices(x, k)
     assert stats[2] == chosen.size
     assert np.array_equal(bits(np.delete(rest, chosen)), bits(np.delete(x, chosen)))
@@ -174,8 +202,7 @@ def test_any_finite_float_survives_in_payload_and_remainder(
     x32 = np.array(x, dtype=np.float32)
     body, rest, stats = compress(kernels, x32, k, values)
     sent = decompress(kernels, body, x32.size)
-    total = sent.astype(np.float64) + rest
-    assert np.all(np.abs(total - x32) <= 2.0**-24 * np.abs(x32.astype(np.float64)))
+    assert_same_mass(x32, sent, rest)
     assert np.isfinite(sent).all()
     assert stats[2] == min(k, np.count_nonzero(x32))
 
@@ -206,7 +233,7 @@ def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
 def test_candidates_without_end_are_trimmed_on_the_way(kind: str) -> None:
     x = numbers(kind, 300_000, 5)
     work = cpu._work.arrays(5000)
-    *_, count = cpu._collect(x.ctypes.data, 0, x.size, 1, 10, work)
+    *_, count = cpu._take(x.ctypes.data, 0, x.size, 10, int(Rule.threshold), 1, work)
     assert work[3][:count].tolist() == sent_indices(x, 10).tolist()
 
 
@@ -217,11 +244,13 @@ def test_candidates_without_end_are_trimmed_on_the_way(kind: str) -> None:
 @pytest.mark.parametrize("numel", LARGE)
 def test_the_bytes_are_the_same_for_large_layers(kind: str, numel: int) -> None:
     x = numbers(kind, numel, 18)
-    for values in (ValueFormat.fp32, ValueFormat.int8):
-        results = [compress(kernels, x, numel // 50, values) for kernels in (cpu, reference)]
-        assert torch.equal(results[0][0], results[1][0])
-        assert np.array_equal(bits(results[0][1]), bits(results[1][1]))
-        np.testing.assert_allclose(results[0][2], results[1][2], rtol=1e-10)
+    for rule, values in zip([*Rule, Rule.topk], ValueFormat, strict=True):
+        for share in (0.001, 0.02, 0.4):
+            k = max(1, int(share * numel))
+            results = [compress(kernels, x, k, values, rule, MIDDLE) for kernels in (cpu, reference)]
+            assert torch.equal(results[0][0], results[1][0])
+            assert np.array_equal(bits(results[0][1]), bits(results[1][1]))
+            np.testing.assert_allclose(results[0][2], results[1][2], rtol=1e-10)
 
 
 @usual
@@ -229,6 +258,8 @@ def test_the_bytes_are_the_same_for_large_layers(kind: str, numel: int) -> None:
     st.lists(layers, max_size=6),
     shares,
     st.sampled_from(ValueFormat),
+    st.sampled_from(Rule),
+    st.booleans(),
     st.booleans(),
     st.sampled_from([None, np.nan, np.inf, -np.inf]),
     st.integers(0, 20),
@@ -237,6 +268,8 @@ def test_cpu_and_reference_give_the_same_bytes_and_remainders(
     kinds: list[tuple[str, int, int]],
     share: float,
     values: ValueFormat,
+    rule: Rule,
+    whole: bool,
     with_grads: bool,
     bad: float | None,
     reserve: int,
@@ -249,13 +282,17 @@ def test_cpu_and_reference_give_the_same_bytes_and_remainders(
     results = []
     for kernels in (cpu, reference):
         x = start.clone()
-        body, stats = kernels.topk_compress_(
+        counts = counts_of([start.numpy()] if whole else parts, share)
+        body, stats = kernels.sparse_compress_(
             x,
             offsets_of(parts),
-            counts_of(parts, share),
+            counts,
             values,
             grads if with_grads else None,
             reserve,
+            rule=rule,
+            thresholds=thresholds_of(rule, len(counts), MIDDLE),
+            whole=whole,
         )
         results.append((body[reserve:], x, stats))
     (body, x, stats), (expected_body, expected_x, expected_stats) = results
@@ -265,17 +302,27 @@ def test_cpu_and_reference_give_the_same_bytes_and_remainders(
 
 
 @usual
-@given(st.lists(layers, max_size=4), shares, st.sampled_from(ValueFormat), st.floats(-2, 2, width=32))
-def test_cpu_and_reference_add_the_same(
-    kinds: list[tuple[str, int, int]], share: float, values: ValueFormat, scale: float
+@given(
+    st.lists(layers, max_size=4),
+    shares,
+    st.sampled_from(ValueFormat),
+    st.floats(-2, 2, width=32),
+    st.booleans(),
+)
+def test_cpu_and_reference_add_and_clear_the_same(
+    kinds: list[tuple[str, int, int]], share: float, values: ValueFormat, scale: float, whole: bool
 ) -> None:
     parts = [numbers(*kind) for kind in kinds]
     x = torch.from_numpy(np.concatenate([*parts, np.empty(0, np.float32)]))
-    body, _ = cpu.topk_compress_(x, offsets_of(parts), counts_of(parts, share), values)
+    counts = counts_of([x.numpy()] if whole else parts, share)
+    body, _ = cpu.sparse_compress_(x, offsets_of(parts), counts, values, whole=whole)
     results = []
     for kernels in (cpu, reference):
         outs = [torch.from_numpy(numbers("normal", part.size, 7)) for part in parts]
-        kernels.sparse_decompress_add_(body, outs, scale, values)
+        kernels.sparse_decompress_add_(body, outs, scale, values, whole)
+        cleared = [torch.from_numpy(numbers("normal", part.size, 7)) for part in parts]
+        kernels.sparse_clear_(body, cleared, values, whole)
+        outs += cleared
         results.append(np.concatenate([bits(out) for out in outs] + [np.empty(0, np.int32)]))
     assert np.array_equal(*results)
 
@@ -286,6 +333,292 @@ def test_the_kernels_for_the_cpu_offer_what_the_reference_does(kernels: ModuleTy
     assert for_device(torch.device("meta")) is reference
     for name in cpu.__all__:
         assert callable(getattr(kernels, name))
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+def allowed(rule: Rule, x: npt.NDArray[np.float32], k: int, threshold: float) -> tuple[int, int]:
+    """Between how many and how many a rule may send."""
+    nonzeros = int(np.count_nonzero(x))
+    least = most = min(k, x.size)
+    if rule == Rule.threshold:
+        least = most = min(k, int((np.abs(x[x != 0]) >= np.float32(threshold)).sum()))
+    elif rule == Rule.dgc:
+        least, most = int(np.ceil(0.7 * k - 1e-9)), int(1.3 * k + 1e-9)
+    elif rule == Rule.redsync:
+        most = 2 * k
+    return min(least, nonzeros), min(most, nonzeros)
+
+
+@RULES
+@MODULES
+@usual
+@given(layers, shares, st.sampled_from([0.0, 1e-44, 0.25, MIDDLE, 3.0, np.inf]))
+def test_every_rule_sends_the_largest_and_as_many_as_it_promises(
+    kernels: ModuleType, rule: Rule, layer: tuple[str, int, int], share: float, threshold: float
+) -> None:
+    x = numbers(*layer)
+    k = min(x.size, int(np.ceil(share * x.size)))
+    body, rest, stats = compress(kernels, x, k, ValueFormat.fp32, rule, threshold)
+    least, most = allowed(rule, x, k, threshold)
+    assert least <= stats[2] <= most
+    sent = decompress(kernels, body, x.size)
+    assert np.array_equal(np.flatnonzero(sent), sent_indices(x, int(stats[2])))
+    assert np.array_equal(sent + rest, x)
+
+
+@RULES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numel", [65537, 10**6])
+def test_large_layers_keep_the_promises_too(kind: str, numel: int, rule: Rule) -> None:
+    x = numbers(kind, numel, 21)
+    for k in (1, 65, numel // 1000, numel // 100, numel // 4):
+        body, rest, stats = compress(cpu, x, k, ValueFormat.fp32, rule, MIDDLE)
+        least, most = allowed(rule, x, k, MIDDLE)
+        assert least <= stats[2] <= most
+        assert body.numel() <= wire.max_sparse_bytes(numel, rule.most(k), ValueFormat.fp32)
+        sent = decompress(cpu, body, numel)
+        assert np.array_equal(np.flatnonzero(sent), sent_indices(x, int(stats[2])))
+        assert np.array_equal(sent + rest, x)
+
+
+@pytest.mark.parametrize("numel", [100_000, 3_000_000])
+@pytest.mark.parametrize("kind", ["normal", "ternary", "one bin", "wide"])
+def test_the_floor_of_dgc_is_that_of_the_reference(kind: str, numel: int) -> None:
+    x = torch.from_numpy(numbers(kind, numel, 22))
+    sample = cpu.sample_spectrum(x)
+    assert np.array_equal(sample, reference.sample_spectrum(x))
+    sampled = reference.counts_from_above(sample)
+    for k in (1, 100, numel // 1000, numel // 100, numel // 3):
+        hist = np.zeros(reference.BINS, np.int32)
+        floor = cpu._floor_dgc(x.data_ptr(), 0, numel, k, hist)
+        assert floor == reference.dgc_floor(sampled, numel, k)
+        assert not hist.any()
+
+
+def test_dgc_needs_no_exact_selection_where_the_sample_is_good() -> None:
+    numel = 3_000_000
+    x = numbers("normal", numel, 23)
+    for share in (0.005, 0.01, 0.1):
+        k = int(share * numel)
+        sent = int(compress(cpu, x, k, ValueFormat.bf16, Rule.dgc)[2][2])
+        assert sent != k
+        assert abs(sent - k) < 0.15 * k
+
+
+def test_redsync_bisects_between_mean_and_maximum_as_in_the_paper() -> None:
+    x = np.concatenate([np.full(90, 1.0), np.linspace(2, 10, 10)]).astype(np.float32)
+    # mean 1.5: 10 reach it; halfway to the maximum, 5.75, are 5
+    assert compress(cpu, x, 5, ValueFormat.fp32, Rule.redsync)[2][2] == 10
+    assert compress(cpu, x, 4, ValueFormat.fp32, Rule.redsync)[2][2] == 5
+
+
+@RULES
+@MODULES
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_rule_touches_a_layer_that_is_not_finite(
+    kernels: ModuleType, rule: Rule, bad: float
+) -> None:
+    for numel in (40, 70_000):
+        x = numbers("normal", numel, 24)
+        x[-1] = bad
+        body, rest, stats = compress(kernels, x, max(1, numel // 100), ValueFormat.bf16, rule, 1.0)
+        assert np.array_equal(bits(rest), bits(x))
+        assert body.tolist() == [1]
+        assert stats.tolist() == [0, 0, 0, 1]
+
+
+@MODULES
+def test_signs_travel_with_one_mean_each(kernels: ModuleType) -> None:
+    x = np.array([4.0, -1.0, 2.0, 0.5, -3.0], np.float32)
+    body, rest, stats = compress(kernels, x, 4, ValueFormat.sign)
+    assert decompress(kernels, body, 5).tolist() == [3, -2, 3, 0, -2]
+    assert rest.tolist() == [1, 1, -1, 0.5, -1]
+    assert stats.tolist() == [30.25, 26, 4, 0]
+
+
+# --- all layers as one vector --------------------------------------------------------------------
+
+
+@RULES
+@MODULES
+def test_layers_that_are_one_vector_are_selected_from_together(kernels: ModuleType, rule: Rule) -> None:
+    parts = [numbers("normal", size, size) for size in (0, 30, 2500, 1, 0, 469)]
+    grads = [torch.from_numpy(numbers("normal", part.size, 31)) for part in parts]
+    x = torch.from_numpy(np.concatenate(parts))
+    total = x.numpy() + np.concatenate([grad.numpy() for grad in grads])
+    spectra = np.zeros((6, reference.BINS), np.int64)
+    thresholds = thresholds_of(rule, 1, 1.0)
+    body, stats = kernels.sparse_compress_(
+        x,
+        offsets_of(parts),
+        np.array([50]),
+        ValueFormat.bf16,
+        grads,
+        3,
+        spectra,
+        rule,
+        thresholds,
+        True,
+    )
+    expected_body, expected_rest, expected_stats = compress(
+        kernels, total, 50, ValueFormat.bf16, rule, 1.0
+    )
+    assert torch.equal(body[3:], expected_body)
+    assert np.array_equal(bits(x), bits(expected_rest))
+    assert spectra.sum(1).tolist() == [0, 30, 2500, 1, 0, 469]
+
+    outs = [torch.zeros(part.size) for part in parts]
+    assert not kernels.sparse_decompress_add_(body[3:], outs, 1.0, whole=True).any()
+    sent = decompress(kernels, expected_body, 3000)
+    assert np.array_equal(torch.cat(outs).numpy(), sent)
+    np.testing.assert_allclose(stats.sum(0), expected_stats, rtol=1e-10)
+    np.testing.assert_allclose(stats[:, 1], [float(out.double().square().sum()) for out in outs])
+    assert stats[:, 2].tolist() == [int(out.count_nonzero()) for out in outs]
+
+
+@MODULES
+def test_one_layer_that_is_not_finite_stops_the_whole_model_and_nothing_is_lost(
+    kernels: ModuleType,
+) -> None:
+    parts = [numbers("normal", size, size) for size in (50, 7, 60)]
+    grads = [torch.from_numpy(numbers("normal", part.size, 31)) for part in parts]
+    grads[1][3] = np.inf
+    x = torch.from_numpy(np.concatenate(parts))
+    body, stats = kernels.sparse_compress_(
+        x, offsets_of(parts), np.array([5]), ValueFormat.bf16, grads, whole=True
+    )
+    kept = [torch.from_numpy(parts[0]) + grads[0], torch.from_numpy(parts[1])]
+    kept.append(torch.from_numpy(parts[2]) + grads[2])
+    assert np.array_equal(bits(x), bits(torch.cat(kept)))
+    assert stats[:, 3].tolist() == [0, 1, 0]
+    assert not stats[:, 1].any()
+    outs = [torch.zeros(part.size) for part in parts]
+    assert kernels.sparse_decompress_add_(body, outs, 1.0, whole=True).tolist() == [1, 1, 1]
+    assert all(out.isnan().all() for out in outs)
+    less, stats = kernels.sparse_shrink_(
+        body, x, offsets_of(parts), np.array([2]), ValueFormat.bf16, whole=True
+    )
+    assert torch.equal(less, body)
+    assert stats[:, 3].all()
+
+
+@MODULES
+def test_more_elements_than_indices_can_count_are_refused(kernels: ModuleType) -> None:
+    body = torch.ones(1, dtype=torch.uint8)
+    out = torch.zeros(1).expand(2**30)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.sparse_decompress_add_(body, [out], 1.0)
+    with pytest.raises(ValueError, match="2147483647 elements, got 2147483648"):
+        reference.check_numel(2**31)
+
+
+# --- compressing again and clearing --------------------------------------------------------------
+
+
+@usual
+@given(
+    st.lists(layers, max_size=5),
+    shares,
+    st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
+    st.sampled_from(ValueFormat),
+    st.sampled_from(Rule),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 20),
+)
+def test_what_shrinking_drops_goes_back_and_both_modules_agree(
+    kinds: list[tuple[str, int, int]],
+    share: float,
+    less: float,
+    values: ValueFormat,
+    rule: Rule,
+    whole: bool,
+    nonfinite: bool,
+    reserve: int,
+) -> None:
+    parts = [numbers(*kind) for kind in kinds]
+    if nonfinite and parts and parts[0].size and not whole:
+        parts[0][0] = np.nan
+    start = torch.from_numpy(np.concatenate([*parts, np.empty(0, np.float32)]))
+    offsets = offsets_of(parts)
+    spans = [start.numpy()] if whole else parts
+    limits = thresholds_of(rule, len(spans), MIDDLE)
+    x = start.clone()
+    old, _ = cpu.sparse_compress_(
+        x, offsets, counts_of(spans, share), values, rule=rule, thresholds=limits, whole=whole
+    )
+    results = []
+    for kernels in (cpu, reference):
+        rest = x.clone()
+        counts = counts_of(spans, share * less)
+        new, stats = kernels.sparse_shrink_(
+            old, rest, offsets, counts, values, reserve, rule, limits, whole
+        )
+        results.append((new[reserve:], rest, stats))
+    (new, rest, stats), (expected_new, expected_rest, expected_stats) = results
+    assert new.tolist() == expected_new.tolist()
+    assert np.array_equal(bits(rest), bits(expected_rest))
+    np.testing.assert_allclose(stats, expected_stats, rtol=1e-10)
+
+    before, after = ([torch.zeros(part.size) for part in parts] for _ in range(2))
+    cpu.sparse_decompress_add_(old, before, 1.0, values, whole)
+    cpu.sparse_decompress_add_(new, after, 1.0, values, whole)
+    for layer, (part, was, now) in enumerate(zip(parts, before, after, strict=True)):
+        if not np.isfinite(part).all():
+            assert stats[layer].tolist() == [0, 0, 0, 1]
+            continue
+        left, total = (tensor[offsets[layer] : offsets[layer + 1]].double() for tensor in (rest, x))
+        scale = torch.stack([was.abs(), now.abs(), total.abs().float()]).amax(0).double()
+        assert bool(((now + left) - (was + total)).abs().le(2**-23 * scale).all())
+        assert stats[layer, 0] == pytest.approx(float(was.double().square().sum()), rel=1e-10)
+        assert stats[layer, 1] == pytest.approx(float(now.double().square().sum()), rel=1e-10)
+        assert bool((was[now != 0] != 0).all())
+
+
+@MODULES
+@RULES
+def test_shrinking_selects_as_from_a_layer_of_the_values(kernels: ModuleType, rule: Rule) -> None:
+    x = numbers("normal", 200_000, 26)
+    body, rest, stats = compress(cpu, x, 100_000, ValueFormat.bf16)
+    left = torch.from_numpy(rest)
+    less, stats = kernels.sparse_shrink_(
+        body,
+        left,
+        np.array([0, x.size]),
+        np.array([2000]),
+        ValueFormat.bf16,
+        rule=rule,
+        thresholds=thresholds_of(rule, 1, 2.0),
+    )
+    sent = decompress(cpu, body, x.size)
+    values = sent[sent != 0]
+    expected, _, expected_stats = compress(reference, values, 2000, ValueFormat.bf16, rule, 2.0)
+    kept = decompress(cpu, less, x.size)
+    found = decompress(cpu, expected, values.size)
+    assert np.array_equal(kept[kept != 0], found[found != 0])
+    np.testing.assert_allclose(stats[0], expected_stats, rtol=1e-10)
+
+
+@MODULES
+def test_clearing_sets_zeros_where_a_body_holds_something_and_nowhere_else(
+    kernels: ModuleType,
+) -> None:
+    parts = [numbers("normal", size, 27) for size in (100, 0, 50, 80)]
+    parts[2][7] = np.nan
+    x = torch.from_numpy(np.concatenate(parts))
+    for whole in (False, True):
+        counts = np.array([40]) if whole else np.array([20, 5, 5, 9])
+        total = x.nan_to_num() if whole else x.clone()
+        body, _ = cpu.sparse_compress_(total, offsets_of(parts), counts, ValueFormat.fp32, whole=whole)
+        outs = [torch.full((part.size,), 2.0) for part in parts]
+        kernels.sparse_clear_(body, outs, ValueFormat.fp32, whole)
+        cleared = torch.cat(outs) == 0
+        sent = [torch.zeros(part.size) for part in parts]
+        kernels.sparse_decompress_add_(body, sent, 1.0, whole=whole)
+        expected = torch.cat(sent)
+        assert torch.equal(cleared, (expected != 0) & ~expected.isnan())
 
 
 # --- buckets -------------------------------------------------------------------------------------
@@ -299,7 +632,7 @@ def test_layers_of_mixed_sizes_in_one_call_equal_one_call_each(
     sizes = [0, 1, 5000, 0, 70_000, 2048, 31]
     parts = [numbers("normal", size, size) for size in sizes]
     x = torch.from_numpy(np.concatenate(parts))
-    body, stats = kernels.topk_compress_(x, offsets_of(parts), counts_of(parts, 0.02), values)
+    body, stats = kernels.sparse_compress_(x, offsets_of(parts), counts_of(parts, 0.02), values)
     single = [
         compress(kernels, part, int(k), values)
         for part, k in zip(parts, counts_of(parts, 0.02), strict=True)
@@ -311,7 +644,7 @@ def test_layers_of_mixed_sizes_in_one_call_equal_one_call_each(
 
 @MODULES
 def test_a_bucket_without_layers_is_an_empty_body(kernels: ModuleType) -> None:
-    body, stats = kernels.topk_compress_(
+    body, stats = kernels.sparse_compress_(
         torch.zeros(0), np.array([0]), np.zeros(0, np.int64), ValueFormat.fp32, []
     )
     assert body.numel() == 0
@@ -324,7 +657,9 @@ def test_gradients_of_any_shape_are_added_first(kernels: ModuleType) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0])
     grads = [torch.full((2, 3), 10.0), torch.tensor(-8.0)]
     outs = [torch.zeros(2, 3), torch.zeros(())]
-    body, _ = kernels.topk_compress_(x, np.array([0, 6, 7]), np.array([2, 0]), ValueFormat.fp32, grads)
+    body, _ = kernels.sparse_compress_(
+        x, np.array([0, 6, 7]), np.array([2, 0]), ValueFormat.fp32, grads
+    )
     kernels.sparse_decompress_add_(body, outs, 2.0)
     assert outs[0].tolist() == [[0, 0, 0], [0, 30, 32]]
     assert outs[1] == 0
@@ -334,7 +669,7 @@ def test_gradients_of_any_shape_are_added_first(kernels: ModuleType) -> None:
 @MODULES
 def test_elements_outside_the_offsets_are_left_alone(kernels: ModuleType) -> None:
     x = torch.ones(10)
-    kernels.topk_compress_(x, np.array([3, 5]), np.array([2]), ValueFormat.fp32, [torch.ones(2)])
+    kernels.sparse_compress_(x, np.array([3, 5]), np.array([2]), ValueFormat.fp32, [torch.ones(2)])
     assert x.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 1]
 
 
@@ -346,7 +681,7 @@ def test_stats_are_the_energies_of_x_and_of_what_was_sent(
     for kind in KINDS:
         x, grad = numbers(kind, 7001, 8), numbers("normal", 7001, 9)
         rest = torch.from_numpy(x.copy())
-        body, stats = kernels.topk_compress_(
+        body, stats = kernels.sparse_compress_(
             rest, np.array([0, x.size]), np.array([70]), values, [torch.from_numpy(grad)]
         )
         total = (x + grad).astype(np.float64)
@@ -374,7 +709,7 @@ def test_a_layer_that_is_not_finite_keeps_its_x_bit_for_bit_and_sends_a_mark(
     x = torch.from_numpy(np.concatenate(parts))
     before = x.clone()
     offsets, counts = offsets_of(parts), np.array([5, max(1, numel // 100), 6])
-    body, stats = kernels.topk_compress_(
+    body, stats = kernels.sparse_compress_(
         x, offsets, counts, ValueFormat.bf16, [torch.from_numpy(grad) for grad in grads]
     )
     assert np.array_equal(bits(x)[500 : 500 + numel], bits(before)[500 : 500 + numel])
@@ -405,6 +740,12 @@ def test_a_layer_that_is_not_finite_keeps_its_x_bit_for_bit_and_sends_a_mark(
         ({"grads": [torch.zeros(2), torch.zeros(3)]}, "gradient of layer 1 must be 2"),
         ({"grads": [torch.zeros(2), torch.zeros(2).half()]}, "gradient of layer 1"),
         ({"grads": [torch.zeros(4)[::2], torch.zeros(2)]}, "gradient of layer 0"),
+        ({"whole": True}, "one if they are one vector"),
+        ({"rule": Rule.threshold}, "thresholds belong to"),
+        ({"thresholds": np.ones(2, np.float32)}, "thresholds belong to"),
+        ({"rule": Rule.threshold, "thresholds": np.ones(1, np.float32)}, "2 thresholds of 0 or more"),
+        ({"rule": Rule.threshold, "thresholds": np.array([-1, 1], np.float32)}, "of 0 or more"),
+        ({"rule": Rule.threshold, "thresholds": np.array([np.nan, 1], np.float32)}, "of 0 or more"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
@@ -417,7 +758,7 @@ def test_arguments_that_do_not_fit_are_refused(
         "values": ValueFormat.fp32,
     }
     with pytest.raises(ValueError, match=message):
-        kernels.topk_compress_(**(usual_arguments | arguments))
+        kernels.sparse_compress_(**(usual_arguments | arguments))
 
 
 @MODULES
@@ -436,7 +777,7 @@ def test_outputs_that_cannot_be_added_to_are_refused(kernels: ModuleType) -> Non
 
 
 def layer_bytes(count: int, values: ValueFormat, stream: bytes, data: bytes) -> bytes:
-    header = write_varint(count << 3 | values << 1)
+    header = write_varint(count << 4 | values << 1)
     return header + write_varint(len(stream)) + stream + data
 
 
@@ -459,17 +800,19 @@ DAMAGED = {
         layer_bytes(1, FP32, stream_of("00000"), ONE),
         layer_bytes(3, FP32, stream_of("00000 1 1 0"), ONE * 3),
         layer_bytes(1, FP32, b"", ONE),
-        write_varint(8) + write_varint(2**62) + b"1234567890",
+        write_varint(16) + write_varint(2**62) + b"1234567890",
     ],
-    "a varint is longer": [b"\x88\x00", b"\x80" * 9 + b"\x01", b"\xff" * 12, b"\x08\x81\x00"],
+    "a varint is longer": [b"\x88\x00", b"\x80" * 9 + b"\x01", b"\xff" * 12, b"\x10\x81\x00"],
     "more values than": [
         layer_bytes(11, FP32, bytes(4), ONE * 11),
-        write_varint(1 << 3 | 1) + b"\x01\x20" + ONE,
+        write_varint(1 << 4 | 1) + b"\x01\x20" + ONE,
         write_varint(2**59) + b"\x01\x20",
     ],
     "not in the expected format": [
         layer_bytes(1, ValueFormat.fp16, stream_of("00000 1"), b"\x00\x3c"),
         write_varint(ValueFormat.int8 << 1),
+        write_varint(1 << 4 | 5 << 1) + b"\x01\x20" + ONE,
+        write_varint(7 << 1),
     ],
     "a Rice parameter": [layer_bytes(1, FP32, stream_of("10100 1 00000"), ONE)],
     "a gap is longer": [
@@ -496,7 +839,7 @@ DAMAGED = {
 def test_damage_is_named_and_nothing_is_written(kernels: ModuleType, message: str) -> None:
     for data in DAMAGED[message]:
         out = torch.zeros(10)
-        body = torch.tensor(list(data), dtype=torch.uint8)
+        body = tensor_of(data)
         with pytest.raises(WireError, match=f"{message}.*layer 0 of 10 elements"):
             kernels.sparse_decompress_add_(body, [out], 1.0, FP32)
         assert not out.any() or message == "bytes are left over"
@@ -508,9 +851,31 @@ def test_values_that_no_encoder_sends_are_damage(kernels: ModuleType, how: Value
     data = {"fp16": b"\x00\x7c", "bf16": b"\xc0\x7f", "int8": b"\x00\x00\xc0\x7f\x01"}[how.name]
     body = layer_bytes(1, how, stream_of("00000 1"), data)
     with pytest.raises(WireError, match="a value or a scale is NaN or Inf"):
-        kernels.sparse_decompress_add_(
-            torch.tensor(list(body), dtype=torch.uint8), [torch.zeros(4)], 1.0
-        )
+        kernels.sparse_decompress_add_(tensor_of(body), [torch.zeros(4)], 1.0)
+
+
+@MODULES
+def test_formats_that_there_are_not_are_damage_whatever_is_expected(kernels: ModuleType) -> None:
+    for code in (5, 6, 7):
+        body = write_varint(1 << 4 | code << 1) + b"\x01\x20" + ONE * 4
+        with pytest.raises(WireError, match="in none that there is"):
+            kernels.sparse_decompress_add_(tensor_of(body), [torch.zeros(4)], 1.0)
+
+
+@MODULES
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (ONE + np.float32(np.inf).tobytes() + b"\x01", "a value or a scale"),
+        (np.float32(np.nan).tobytes() + ONE + b"\x01", "a value or a scale"),
+        (ONE * 2 + b"\x05", "the padding of the index stream or of the signs"),
+        (ONE * 2, "the bytes end before"),
+    ],
+)
+def test_damaged_signs_are_found(kernels: ModuleType, data: bytes, message: str) -> None:
+    body = layer_bytes(2, ValueFormat.sign, stream_of("00000 1 1"), data)
+    with pytest.raises(WireError, match=message):
+        kernels.sparse_decompress_add_(tensor_of(body), [torch.zeros(4)], 1.0)
 
 
 @MODULES
@@ -522,6 +887,10 @@ def test_layers_before_the_damaged_one_are_added_and_no_others(kernels: ModuleTy
         kernels.sparse_decompress_add_(torch.tensor(list(good + bad), dtype=torch.uint8), outs, 3.0)
     assert outs[0].tolist() == [0, 0, 3, 0]
     assert not outs[1].any()
+
+
+def tensor_of(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
 
 
 class Trap:
@@ -569,7 +938,7 @@ def bodies_to_damage(sizes: list[int]) -> list[npt.NDArray[np.uint8]]:
     for values in ValueFormat:
         for share in (0.002, 0.05, 0.7):
             x = torch.from_numpy(np.concatenate(parts))
-            body, _ = cpu.topk_compress_(x, offsets_of(parts), counts_of(parts, share), values)
+            body, _ = cpu.sparse_compress_(x, offsets_of(parts), counts_of(parts, share), values)
             bodies.append(body.numpy())
     return bodies
 
@@ -605,13 +974,43 @@ def test_a_hundred_thousand_damaged_bodies_neither_crash_nor_write_out_of_bounds
     for i in range(100_000):
         body = trap.hold(damage(bodies[i % len(bodies)], rng))
         try:
-            cpu.sparse_decompress_add_(body, guarded.outs, 1.0)
+            cpu.sparse_decompress_add_(body, guarded.outs, 1.0, whole=i % 7 == 0)
         except WireError:
             found += 1
         if i % 1000 == 0:
             assert guarded.intact()
     assert guarded.intact()
     assert found > 50_000  # the rest hit values, or changed nothing
+
+
+@RULES
+def test_damaged_bodies_neither_crash_shrinking_and_clearing_nor_make_them_write_out_of_bounds(
+    rule: Rule,
+) -> None:
+    rng = np.random.default_rng(28)
+    trap, guarded = Trap(pages=8), Guarded(SIZES_TO_DAMAGE)
+    # one vector inside the guarded zones: what is not part of a layer must stay as it is
+    offsets, x = offsets_of([np.empty(size) for size in SIZES_TO_DAMAGE]), torch.full((4400,), 7.0)
+    counts, limits = np.array([9, 5, 1, 90]), thresholds_of(rule, 4, MIDDLE)
+    bodies = [(body, ValueFormat(i // 3)) for i, body in enumerate(bodies_to_damage(SIZES_TO_DAMAGE))]
+    found = 0
+    for i in range(25_000):
+        good, values = bodies[i % len(bodies)]
+        body, whole = trap.hold(damage(good, rng)), i % 7 == 0
+        part = slice(0, 1) if whole else slice(None)
+        limit = None if limits is None else limits[part]
+        try:
+            cpu.sparse_shrink_(body, x, 50 + offsets, counts[part], values, 2, rule, limit, whole)
+        except WireError:
+            found += 1
+        with contextlib.suppress(WireError):
+            cpu.sparse_clear_(body, guarded.outs, None, whole)
+        if i % 500 == 0:
+            x[50:4351] = 0
+    assert guarded.intact()
+    assert bool((x[:50] == 7).all())
+    assert bool((x[4351:] == 7).all())
+    assert found > 12_500
 
 
 def test_random_bytes_neither_crash_nor_write_out_of_bounds() -> None:
@@ -627,11 +1026,19 @@ def test_random_bytes_neither_crash_nor_write_out_of_bounds() -> None:
 
 def outcome(kernels: ModuleType, body: Tensor) -> tuple[str, list[list[int]]]:
     outs = [torch.zeros(size) for size in SIZES_TO_DAMAGE]
-    try:
-        message = str(kernels.sparse_decompress_add_(body, outs, 1.0))
-    except WireError as error:
-        message = str(error)
-    return message, [bits(out).tolist() for out in outs]
+    x, cleared = torch.ones(sum(SIZES_TO_DAMAGE)), [torch.ones_like(out) for out in outs]
+    offsets = offsets_of([out.numpy() for out in outs])
+    message = ""
+    for act in (
+        lambda: kernels.sparse_decompress_add_(body, outs, 1.0),
+        lambda: kernels.sparse_clear_(body, cleared),
+        lambda: kernels.sparse_shrink_(body, x, offsets, np.array([9, 5, 1, 90]), ValueFormat.bf16),
+    ):
+        try:
+            message += str(act())
+        except WireError as error:
+            message += str(error)
+    return message, [bits(out).tolist() for out in [*outs, *cleared, x]]
 
 
 def test_cpu_and_reference_find_the_same_damage() -> None:
@@ -663,14 +1070,14 @@ def test_spectra_are_counted_in_the_same_pass_and_leave_out_what_is_not_finite(
     before = np.ones((3, reference.BINS), np.int64)
     spectra, first = before.copy(), x[:5000] + grads[0]
     expected = [reference.spectrum(first), np.zeros(reference.BINS), reference.spectrum(x[5010:])]
-    kernels.topk_compress_(x, offsets, counts, ValueFormat.bf16, grads, spectra=spectra)
+    kernels.sparse_compress_(x, offsets, counts, ValueFormat.bf16, grads, spectra=spectra)
     assert np.array_equal(spectra - before, np.stack(expected))
 
 
 @MODULES
 def test_spectra_of_another_shape_are_refused(kernels: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"int64 array of shape \(1, 32768\)"):
-        kernels.topk_compress_(
+        kernels.sparse_compress_(
             torch.ones(4),
             np.array([0, 4]),
             np.array([1]),
@@ -694,10 +1101,84 @@ def test_errors_from_one_spectrum_are_within_one_percent_of_compressing(kind: st
         assert estimate == pytest.approx(truth, rel=0.01, abs=1e-300)
 
 
+ERROR_MEMBERS = [
+    "topk",
+    "globaltopk",
+    "dgc",
+    "redsync",
+    "threshold",
+    "topk:sign",
+    "redsync:sign",
+    "threshold:sign",
+]
+
+
+@pytest.mark.parametrize("name", ERROR_MEMBERS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "denormal"])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 66_000])
+def test_error_tables_are_within_one_percent_of_compressing(name: str, kind: str, numel: int) -> None:
+    member = {member.name: member for member in (TopK, GlobalTopK, DGC, RedSync, Threshold)}
+    name, _, values = name.partition(":")
+    compressor = member[name](values=values or "fp32")
+    x = torch.from_numpy(numbers(kind, numel, 17))
+    levels = [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.25, 0.4, 0.7, 1.0]
+    if name == "threshold":
+        levels = [0.0, 1e-30, 0.01, 0.3, 0.999, 1.0, 1.003, 1.0075, 2.0, 3.0, 1e30]
+    errors = compressor.errors(x, levels)
+    for level, error in zip(levels, errors, strict=True):
+        rest = x.clone()
+        compressor.compress_(rest, level)
+        truth = float(rest.double().square().sum())
+        rel = 0.02 if name == "dgc" else 0.01
+        negligible = 1e-3 if name == "dgc" else 1e-9
+        energy = float(x.double().square().sum())
+        assert error == pytest.approx(truth, rel=rel, abs=negligible * energy)
+
+
+@pytest.mark.parametrize("member", [TopK, DGC, RedSync])
+@pytest.mark.parametrize("values", ["bf16", "sign"])
+def test_error_tables_of_a_large_layer_are_within_one_percent(member: type[TopK], values: str) -> None:
+    x = torch.from_numpy(numbers("normal", 2_500_000, 29))
+    compressor = member(values=values)
+    levels = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1]
+    for level, error in zip(levels, compressor.errors(x, levels), strict=True):
+        rest = x.clone()
+        compressor.compress_(rest, level)
+        assert error == pytest.approx(float(rest.double().square().sum()), rel=0.01)
+
+
+@MODULES
+@pytest.mark.parametrize("kind", KINDS)
+def test_summaries_count_and_sum_what_there_is(kernels: ModuleType, kind: str) -> None:
+    x = numbers(kind, 70_001, 30)
+    tensor, wide = torch.from_numpy(x), np.abs(x.astype(np.float64))
+    hist, *norms = kernels.summary(tensor)
+    assert np.array_equal(hist, kernels.spectrum(tensor))
+    np.testing.assert_allclose(norms, [wide.sum(), np.square(wide).sum(), wide.max()])
+    moments = kernels.moments(tensor)
+    assert np.array_equal(moments[..., 0].sum(0), hist)
+    assert moments[1, :, 0].sum() == np.signbit(x).sum()
+    np.testing.assert_allclose(moments.sum((0, 1)), [x.size, wide.sum(), np.square(wide).sum()])
+    bins = np.flatnonzero(hist)[[0, -1]] if np.count_nonzero(hist) > 1 else np.flatnonzero(hist)
+    fine = kernels.refined_spectrum(tensor, bins)
+    assert np.array_equal(fine.sum(1), hist[bins])
+    inside = (bits(x) & 0x7FFFFFFF)[(bits(x) & 0x7FFFFFFF) >> 16 == bins[-1]] & 0xFFFF
+    assert np.array_equal(fine[-1], np.bincount(inside, minlength=1 << 16))
+
+
+@MODULES
+def test_bins_that_there_are_not_are_refused(kernels: ModuleType) -> None:
+    for bins in ([-1], [1 << 15], [3, 3]):
+        with pytest.raises(ValueError, match="different bins from 0 to 32767"):
+            kernels.refined_spectrum(torch.ones(4), np.array(bins))
+
+
 def test_errors_of_a_tensor_that_is_not_finite_are_nan() -> None:
     x = torch.tensor([1.0, float("inf")])
     errors = cpu.errors_from_spectrum(cpu.spectrum(x), float("inf"), 2, np.array([0, 1, 2]))
     assert np.isnan(errors).all()
+    for compressor in (TopK(), DGC(), RedSync(values="sign"), Threshold()):
+        assert np.isnan(compressor.errors(x, [0.1, 0.2])).all()
 
 
 def test_a_histogram_of_another_tensor_is_refused() -> None:
@@ -705,7 +1186,7 @@ def test_a_histogram_of_another_tensor_is_refused() -> None:
         cpu.errors_from_spectrum(cpu.spectrum(torch.ones(4)), 4.0, 5, np.array([1]))
 
 
-@pytest.mark.parametrize("module", [reference, wire], ids=["reference", "wire"])
+@pytest.mark.parametrize("module", [reference, wire, sparse], ids=["reference", "wire", "sparse"])
 def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

@@ -64,7 +64,7 @@ RULES = [
         Rule(norm, rounding, block=block, clip=2.5)
         for norm in (Norm.l2, Norm.max, Norm.power, Norm.clipped)
         for rounding in (Rounding.uniform, Rounding.powers, Rounding.table)
-        for block in (512, 100)
+        for block in ((512, 100) if norm is Norm.l2 else (512,))
     ),
     Rule(Norm.mean, Rounding.sign),
     Rule(Norm.sides, Rounding.sign, block=7),
@@ -137,7 +137,7 @@ def test_cpu_and_reference_give_the_same_bytes_remainders_and_sums(rule: Rule) -
 
 
 @pytest.mark.parametrize("numel", LARGE)
-@pytest.mark.parametrize("rule", RULES[::3], ids=repr)
+@pytest.mark.parametrize("rule", RULES[::2], ids=repr)
 def test_they_do_for_large_layers(rule: Rule, numel: int) -> None:
     for kind in ("normal", "wide", "one huge"):
         for width in widths_of(rule)[::3]:
@@ -168,10 +168,8 @@ def test_any_finite_float_survives_in_payload_and_remainder(
     assert bool((exact.abs() <= 2.0**-24 * rest.double().abs() + 1e-45).all())
 
 
-@pytest.mark.parametrize("rule", RULES[::2], ids=repr)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.norms == 1], ids=repr)
 def test_cpu_and_reference_weigh_the_same(rule: Rule) -> None:
-    if rule.norms > 1:
-        return
     for kind in KINDS:
         x = torch.from_numpy(numbers(kind, 5000, 6))
         (weights, beyond), (expected, expected_beyond) = (

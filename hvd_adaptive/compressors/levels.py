@@ -1050,6 +1050,8 @@ def _spread(grid: Table, count: int, zero: bool) -> Float64s:
     share = np.append(0.0, np.cumsum(np.cbrt(grid.density) * np.diff(grid.edges)))
     levels: Float64s = np.interp(_places(count, zero) * share[-1], share, grid.edges)
     levels[-1] = 1.0
+    if zero:
+        levels[0] = 0.0  # where nothing is near 0, the interpolation begins later
     return levels
 
 

@@ -144,21 +144,33 @@ def _lengths(counts, lengths):
 
 
 @_kernel
+def _reversed(word, length):
+    """The lowest ``length`` bits of ``word`` in the opposite order."""
+    reverse = 0
+    for _ in range(length):
+        reverse = (reverse << 1) | (word & 1)
+        word >>= 1
+    return reverse
+
+
+@_kernel
 def _words(lengths, words):
     """Canonical codewords, first bit lowest; False where no code has these lengths."""
+    counts, following = np.zeros(MAX_LENGTH + 1, np.int64), np.zeros(MAX_LENGTH + 1, np.int64)
+    for length in lengths:
+        counts[length] += 1
+    counts[0] = 0
     word = 0
     for length in range(1, MAX_LENGTH + 1):
-        word <<= 1
-        for symbol in range(len(lengths)):
-            if lengths[symbol] == length:
-                if word >> length:
-                    return False
-                reverse = 0
-                for bit in range(length):
-                    reverse |= ((word >> bit) & 1) << (length - 1 - bit)
-                words[symbol] = uint16(reverse)
-                word += 1
-    return word > 0
+        word = (word + counts[length - 1]) << 1
+        following[length] = word
+        if word + counts[length] > 1 << length:
+            return False
+    for symbol in range(len(lengths)):
+        length = int64(lengths[symbol])
+        words[symbol] = uint16(_reversed(following[length], length))
+        following[length] += int64(length > 0)
+    return counts.sum() > 0
 
 
 @_kernel

@@ -106,7 +106,7 @@ def _norms(rows: Tensor, sizes: Tensor, rule: Rule) -> Tensor:
         case Norm.clipped:
             norms = torch.minimum(top, (rule.clip * root).clamp(max=LARGEST_NORM).float())
         case Norm.mean:
-            return (_totals(wide.abs()) / sizes).float().unsqueeze(1)
+            norms = (_totals(wide.abs()) / sizes).float()
         case Norm.sides:
             below = (rows < 0).sum(1)
             counts = torch.stack([below, sizes - below], 1).clamp(min=1)
@@ -246,7 +246,8 @@ def quantize_compress_(
     around it, at random so that the expectation is the value itself. It is so but for the resolution
     of the random numbers (2^-24 of the distance of two levels), for values above the norm, which
     saturate (:attr:`Norm.clipped`, and magnitudes above 2^127), and for :attr:`Rounding.sign`, which
-    is not random. The remainder stays in ``x``: payload + remainder is what ``x`` was, up to one rounding.
+    is not random. The remainder stays in ``x``: payload + remainder is what ``x`` was, up to one
+    rounding.
 
     A layer whose sum ``x + grad`` has a NaN or an Inf keeps its ``x`` bit for bit and sends a mark.
 

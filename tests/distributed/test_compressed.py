@@ -424,9 +424,7 @@ def test_residuals_are_this_ranks_own_and_not_in_the_state_that_is_broadcast() -
     optimizer = wrapped(model)
     set_gradients(model, gradients(0))
     optimizer.step()
-    before = {
-        name: kept.clone() for name, kept in residuals_of(optimizer).items()
-    }
+    before = {name: kept.clone() for name, kept in residuals_of(optimizer).items()}
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     after = residuals_of(optimizer)
     assert all(bits(before[name]) == bits(after[name]) for name in before)
