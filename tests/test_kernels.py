@@ -1197,7 +1197,7 @@ def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> N
 
 
 def test_warm_says_how_long_it_took() -> None:
-    command = [sys.executable, "-m", "hvd_adaptive.kernels.warm"]
+    command = [sys.executable, "-m", "hvd_adaptive.warm"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "kernels ready after" in done.stdout
 

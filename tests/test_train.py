@@ -530,8 +530,8 @@ class TestTwoRanks:
             )
             assert same(whole, resumed), name
         if kind == "topk":
-            kept = whole["compression"]["kept"]
-            assert any(slots["residual"].abs().max() > 0 for slots in kept.values())
+            slots = [slots for slots in whole["compression"]["kept"].values() if slots]
+            assert any(held["residual"].abs().max() > 0 for held in slots)
 
     def test_only_the_newest_two_checkpoints_are_kept(
         self, results: dict[str, Result], folder: Path

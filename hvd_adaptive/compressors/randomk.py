@@ -24,12 +24,11 @@ from hvd_adaptive.compressors.base import (
     check_input,
     check_values,
 )
-from hvd_adaptive.keys import mix
+from hvd_adaptive.kernels import subset
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.wire import WireError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,12 @@ class RandomK(LinearCompressor, MultiLevel):
 
     def rounds(self, batch: Batch) -> Rounds:
         """One round with the values of all layers."""
-        sent = [
+        reduced = yield [
             self._take_(x, level, int(key))
             for x, level, key in zip(batch.x, batch.levels, batch.keys, strict=True)
         ]
-        reduced = yield [values for _, values in sent]
-        for (indices, _), values, out in zip(sent, reduced, batch.outs, strict=True):
-            out.zero_()[indices] = values.to(out.dtype)
+        for key, values, out in zip(batch.keys, reduced, batch.outs, strict=True):
+            subset.add_(out.zero_(), values.to(out.dtype), int(key))
             if not all_finite(values):
                 out.fill_(torch.nan)
 
@@ -124,7 +122,7 @@ class RandomK(LinearCompressor, MultiLevel):
         check_input(x)
         if not all_finite(x):
             raise ValueError("randomk: the tensor holds a NaN or an Inf; it was left as it was")
-        _, values = self._take_(x, level, key)
+        values = self._take_(x, level, key)
         return Payload(values, x.numel(), level, key, shape)
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
@@ -134,21 +132,19 @@ class RandomK(LinearCompressor, MultiLevel):
                 f"randomk: a payload of {payload.numel} elements cannot be added to a tensor of "
                 f"{out.numel()}"
             )
-        indices = random_indices(out.numel(), wire.count_of(out.numel(), payload.level), payload.key)
-        check_values(self.name, payload.data, indices.numel(), self.wire_dtype)
-        out[indices.to(out.device)] += scale * payload.data.to(out.dtype)
+        count = wire.count_of(out.numel(), payload.level)
+        check_values(self.name, payload.data, count, self.wire_dtype)
+        subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
 
     def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
-        count = wire.count_of(payload.numel, payload.level)
         fewer = wire.count_of(payload.numel, level)
-        indices = random_indices(payload.numel, count, payload.key).to(x.device)
-        values = payload.data.to(x.dtype)
-        kept = payload.data[:fewer]
+        kept, back = payload.data[:fewer], payload.data.to(x.dtype, copy=True)
         if self.unbiased:
-            kept = (values[:fewer] * (count / max(1, fewer))).to(payload.data.dtype)
-        x[indices] += values
-        x[indices[:fewer]] -= kept.to(x.dtype)
+            factor = payload.data.numel() / max(1, fewer)
+            kept = (back[:fewer] * factor).to(payload.data.dtype)
+        back[:fewer] -= kept.to(x.dtype)
+        subset.add_(x, back, payload.key)
         return Payload(kept, payload.numel, level, payload.key, payload.shape)
 
     def errors(
@@ -172,62 +168,18 @@ class RandomK(LinearCompressor, MultiLevel):
         del shape
         return wire.count_of(numel, level) * self.wire_dtype.itemsize
 
-    def _take_(self, x: Tensor, level: Level, key: int) -> tuple[Tensor, Tensor]:
-        """(indices, values as they travel), which are taken out of ``x``.
+    def _take_(self, x: Tensor, level: Level, key: int) -> Tensor:
+        """Values as they travel, which are taken out of ``x``.
 
         A tensor that is not finite sends NaN at all of them: whichever were drawn, all ranks see it.
         """
         count = wire.count_of(x.numel(), level)
-        indices = random_indices(x.numel(), count, key).to(x.device)
-        values = x[indices]
+        values = subset.take(x, count, key)
         if self.unbiased:
-            values = values * (x.numel() / max(1, count))
+            values *= x.numel() / max(1, count)
         limit = torch.finfo(self.wire_dtype).max
         sent = values.clamp(-limit, limit).to(self.wire_dtype)
         if not all_finite(x):
             sent.fill_(torch.nan)
-        x[indices] -= sent.to(x.dtype)
-        return indices, sent
-
-
-def random_indices(numel: int, count: int, key: int) -> Tensor:
-    """``count`` different numbers below ``numel``: the beginning of a random permutation.
-
-    A Feistel network permutes the numbers below the next power of four; those beyond ``numel`` are
-    permuted again until they fall below it. Cost: a few operations an index, whatever ``numel`` is.
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), sections 3, 4.
-
-    Args:
-        numel: below 2^31.
-        count: at most ``numel``.
-        key: the same key gives the same numbers, and a smaller count a beginning of them.
-
-    Returns:
-        int64, 1-D, not sorted.
-
-    Example:
-        >>> sorted(random_indices(5, 5, key=1).tolist()), len(random_indices(10**6, 10, key=1))
-        ([0, 1, 2, 3, 4], 10)
-    """
-    half = max(1, (max(1, numel - 1).bit_length() + 1) // 2)
-    keys = [mix(key ^ (round_ << 56)) & 0xFFFFFFFF for round_ in range(_ROUNDS)]
-    values = _feistel(np.arange(count, dtype=np.uint64), half, keys)
-    while True:
-        beyond = np.flatnonzero(values >= numel)
-        if beyond.size == 0:
-            return torch.from_numpy(values.astype(np.int64))
-        values[beyond] = _feistel(values[beyond], half, keys)
-
-
-def _feistel(
-    values: np.typing.NDArray[np.uint64], half: int, keys: Sequence[int]
-) -> np.typing.NDArray[np.uint64]:
-    """A permutation of the numbers of ``2 * half`` bits."""
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    left, right = values >> shift, values & mask
-    for key in keys:
-        word = (right + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
-        word ^= word >> np.uint64(29)
-        word *= np.uint64(0xBF58476D1CE4E5B9)
-        left, right = right, left ^ ((word >> np.uint64(64 - 24)) & mask)
-    return (left << shift) | right
+        subset.add_(x, sent.to(x.dtype), key, -1.0)
+        return sent

@@ -1,0 +1,48 @@
+"""Compile every kernel into Numba's cache: ``python -m hvd_adaptive.warm``.
+
+Worth one line in a job script: without it each rank compiles, in its first steps, for up to a minute.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from hvd_adaptive import compressors
+from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
+from hvd_adaptive.kernels import cpu
+
+_OPTIONS = ("alq:coding=huffman", "redsync:values=sign")
+"""Beside every member as it is: what takes other ways through the kernels."""
+
+
+def warm() -> float:
+    """Let every compressor do what it can on a few elements; returns the seconds that took."""
+    start = time.perf_counter()
+    for name in (*compressors.REGISTRY, *_OPTIONS):
+        _use(compressors.parse(name))
+    cpu.sample_spectrum(torch.ones(64))
+    return time.perf_counter() - start
+
+
+def _use(compressor: Compressor) -> None:
+    """Compress, shrink, decompress, measure."""
+    x = torch.linspace(-1, 1, 64)
+    state = compressor.new_state()
+    if isinstance(state, Learner):
+        state.collecting = True  # compresses, and looks at the distribution
+    level = compressor.level
+    if isinstance(compressor, GatheredCompressor):
+        grads = [torch.ones(64)]
+        compressor.compress_layers_(x.clone(), np.array([0, 64]), [level], grads, state=state)
+    payload = compressor.compress_(x, level, shape=(8, 8), state=state)
+    if isinstance(compressor, MultiLevel):
+        payload = compressor.shrink_(payload, x, level / 2)
+    compressor.decompress_add_(payload, torch.zeros(64))
+    compressor.errors(x, [level], shape=(8, 8), state=state)
+
+
+if __name__ == "__main__":
+    print(f"hvd_adaptive kernels ready after {warm():.1f} s")
