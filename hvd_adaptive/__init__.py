@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.compressors import Compression
+from hvd_adaptive.states import merge_compression_states
 from hvd_adaptive.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Compression", "DistributedOptimizer", "Telemetry", "__version__"]
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "Telemetry",
+    "__version__",
+    "merge_compression_states",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -307,7 +307,11 @@ class _Methods:
         )
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """This rank's compression state (its residuals): save one a rank beside the model."""
+        """This rank's compression state (residuals, warm starts, learnt levels).
+
+        Save one a rank beside the model. Loaded by the same number of ranks it continues bit for bit;
+        for another number see :func:`hvd_adaptive.merge_compression_states`.
+        """
         return self._reducer.state_dict()
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:

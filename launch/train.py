@@ -111,7 +111,7 @@ def run(options: Options, vote: StopVote) -> int:
     batches = make_batches(options, task)
     plan = make_plan(options, batches.steps_per_epoch)
     checkpoints = make_checkpoints(options, task, model, optimizer)
-    start = find_start(options, checkpoints)
+    start = find_start(options, checkpoints, batches.steps_per_epoch)
     introduce(options, task, model, plan, threads)
 
     progress = Progress(start.step, plan.steps, shown=hvd.rank() == 0)
@@ -261,15 +261,21 @@ def make_checkpoints(
     return Checkpoints(options.checkpoint_dir, identity, model, optimizer)
 
 
-def find_start(options: Options, checkpoints: Checkpoints | None) -> Position:
+def find_start(options: Options, checkpoints: Checkpoints | None, steps_per_epoch: int) -> Position:
     if checkpoints is None:
         return Position()
     if options.resume == "never":
         checkpoints.refuse_to_mix()
         return Position()
     start = checkpoints.restore(required=options.resume == "must")
-    say(f"resumed at step {start.step}" if start else "no checkpoint yet: starting at step 0")
-    return start or Position()
+    if start is None:
+        say("no checkpoint yet: starting at step 0")
+        return Position()
+    if not options.steps:
+        # With another number of ranks an epoch has another number of steps.
+        start = start.with_steps_of(steps_per_epoch)
+    say(f"resumed at step {start.step}")
+    return start
 
 
 def introduce(options: Options, task: data.Task, model: nn.Module, plan: Plan, threads: int) -> None:

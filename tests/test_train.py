@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -436,6 +437,15 @@ KINDS = {
     "stock": ["--optimizer", "stock"],
     "topk": ["--compression", "topk:density=0.05", "--bucket-cap-mb", "0.05"],
 }
+DAMAGES = {
+    ("remove", "rank-1.pt"): "is missing",
+    ("tear", "rank-1.pt"): "is not the file that was saved",
+    ("flip", "rank-0.pt"): "is not the file that was saved",
+    ("exchange", "rank-1.pt"): "is not the file that was saved",
+    ("remove", "pt"): "is missing",
+    ("tear", "pt"): "is not the file that was saved",
+    ("tear", "json"): "is damaged or no manifest",
+}
 
 
 def commands(folder: Path) -> Iterator[dict[str, Any]]:
@@ -459,6 +469,14 @@ def commands(folder: Path) -> Iterator[dict[str, Any]]:
     empty = ["--checkpoint-dir", str(folder / "empty")]
     yield {"name": "no checkpoint", "arguments": [*topk, *empty, "--resume"]}
     yield {"name": "no checkpoint yet", "arguments": [*topk, *empty, "--resume", "auto"]}
+    for how, file in DAMAGES:
+        broken = folder / f"{how} {file}"
+        yield {
+            "name": f"{how} {file}",
+            "arguments": [*topk, "--checkpoint-dir", str(broken), "--resume"],
+            "copy": [str(folder / "topk-whole"), str(broken), 16],
+            "damage": [how, str(broken / f"step-000000016.{file}")],
+        }
     yield {"name": "no data", "arguments": [*RESUMABLE, "--data-dir", str(folder / "nowhere")]}
     yield {"name": "too large a batch", "arguments": [*RESUMABLE, "--batch-size", "1000"]}
     yield {"name": "no such parameter", "arguments": [*RESUMABLE, "--override", "nobody.*=none"]}
@@ -538,7 +556,7 @@ class TestTwoRanks:
     ) -> None:
         names = sorted(file.name for file in (folder / "topk-whole").iterdir())
         stems = ["step-000000008", "step-000000016"]
-        endings = [".pt", ".rank-0.pt", ".rank-1.pt"]
+        endings = [".json", ".pt", ".rank-0.pt", ".rank-1.pt"]
         assert names == [stem + ending for stem in stems for ending in endings]
 
     @pytest.mark.parametrize(
@@ -559,6 +577,34 @@ class TestTwoRanks:
     ) -> None:
         assert results[name].statuses == [1, 1], results[name].output
         assert message in results[name].output
+
+    @pytest.mark.parametrize(("how", "file"), DAMAGES)
+    def test_a_damaged_checkpoint_is_an_error_that_names_the_file(
+        self, results: dict[str, Result], folder: Path, how: str, file: str
+    ) -> None:
+        result = results[f"{how} {file}"]
+        assert result.statuses == [1, 1], result.output
+        path = folder / f"{how} {file}" / f"step-000000016.{file}"
+        assert f"{path} {DAMAGES[how, file]}" in result.output
+
+    @pytest.mark.parametrize("ranks", [1, 4])
+    def test_another_number_of_ranks_goes_on_and_says_so(
+        self, results: dict[str, Result], folder: Path, data_root: Path, ranks: int
+    ) -> None:
+        assert results["topk whole"].statuses == [0, 0]
+        mine = folder / f"of-{ranks}"
+        shutil.copytree(folder / "topk-whole", mine)
+        done = subprocess.run(
+            ["horovodrun", "-np", str(ranks), sys.executable, str(LAUNCH / "train.py"), *RESUMABLE,
+             *KINDS["topk"], "--steps", "18", "--checkpoint-dir", str(mine), "--resume"],
+            env=environment(data_root), capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"the checkpoint is of 2 ranks, this run has {ranks}" in done.stdout
+        assert "resumed at step 16" in done.stdout
+        newest = json.loads((mine / "step-000000018.json").read_text())
+        assert newest["ranks"] == ranks
+        assert len(newest["sha256"]) == ranks + 1
 
     def test_resume_auto_starts_anew_where_there_is_no_checkpoint(
         self, results: dict[str, Result]
@@ -644,7 +690,8 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(
     step = int(stopped[2])
     assert step > 0
     names = sorted(file.name for file in (tmp_path / "checkpoints").iterdir())
-    assert names == [f"step-{step:09d}{end}" for end in (".pt", ".rank-0.pt", ".rank-1.pt")]
+    endings = (".json", ".pt", ".rank-0.pt", ".rank-1.pt")
+    assert names == [f"step-{step:09d}{end}" for end in endings]
 
 
 def wait_for(condition: Any, seconds: float, log: Path) -> None:

@@ -3,7 +3,8 @@
     horovodrun -np 2 python tests/train_driver.py COMMANDS.json RESULTS
 
 COMMANDS.json holds a list of `{"name": ..., "arguments": [...]}`; `"copy": [from, to, step]` copies a
-checkpoint before. Each rank writes its exit statuses and outputs to RESULTS-<rank>.json.
+checkpoint before, and `"damage": [how, file]` spoils a file of it. Each rank writes its exit statuses
+and outputs to RESULTS-<rank>.json.
 """
 
 from __future__ import annotations
@@ -26,8 +27,24 @@ import train
 def copy_checkpoint(source: str, target: str, step: int) -> None:
     if hvd.rank() == 0:
         Path(target).mkdir(parents=True)
-        for file in Path(source).glob(f"step-{step:09d}*.pt"):
+        for file in Path(source).glob(f"step-{step:09d}*"):
             shutil.copy(file, target)
+    hvd.barrier()
+
+
+def damage(how: str, name: str) -> None:
+    path = Path(name)
+    if hvd.rank() == 0:
+        if how == "remove":
+            path.unlink()
+        elif how == "tear":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif how == "flip":
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        else:  # another rank's file in its place
+            shutil.copy(path.with_name(path.name.replace("rank-1", "rank-0")), path)
     hvd.barrier()
 
 
@@ -35,6 +52,8 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
     hvd.init()
     if "copy" in command:
         copy_checkpoint(*command["copy"])
+    if "damage" in command:
+        damage(*command["damage"])
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:

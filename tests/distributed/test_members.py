@@ -28,6 +28,7 @@ from workloads import (
     train,
 )
 
+import hvd_adaptive as hva
 from hvd_adaptive import keys
 from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
 from hvd_adaptive.compressors.base import Batch, CastCompressor, Learner
@@ -412,6 +413,27 @@ def test_a_resumed_run_of_every_member_equals_an_uninterrupted_one(
     for step in range(3, 5):
         plain_step(again, resumed, step)
     assert_same([whole[0], whole[-1]], [whole[0], snapshot(again)])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("rule", ["ef", "ef:dtype=bf16", "ef21", "dgc"])
+def test_a_state_of_other_ranks_keeps_the_mean_over_ranks(rule: str) -> None:
+    model, optimizer = make("topk:density=0.05", feedback=rule)
+    for step in range(3):
+        one_step(model, optimizer, gradients(step, hvd.rank()))
+    saved = hvd.allgather_object(optimizer.compression_state_dict())
+    saved.append(saved[0])  # one rank more than there are now
+    _, resumed = make("topk:density=0.05", feedback=rule)
+    resumed.load_compression_state_dict(hva.merge_compression_states(saved))
+    now = hvd.allgather_object(resumed.compression_state_dict())
+    for name, slots in saved[0]["kept"].items():
+        for slot in slots:
+            before, after = (
+                torch.stack([state["kept"][name][slot].double() for state in states]).mean(0)
+                for states in (saved, now)
+            )
+            close = {"rtol": 0.01, "atol": 1e-6} if "bf16" in rule else {"rtol": 1e-6, "atol": 1e-7}
+            torch.testing.assert_close(after, before, **close)
 
 
 # --- changes during training ----------------------------------------------------------------------
