@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from hvd_adaptive.compressors import Compression, NoCompression
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.failure import name_this_rank
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Plan
 from hvd_adaptive.reducer import Options, Reducer
@@ -163,6 +164,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     meter = Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
     meter.configuration(_configuration(digest((choice, options, named)), ranks))
     transport = Transport(op, process_set, gradient_predivide_factor)
+    name_this_rank(hvd.rank())
     exchange = Exchange(transport, meter, f"hva.{number}", seed, hvd.rank())
     reducer = Reducer(named, choice, options, control, exchange, active)
     reduce_loss = functools.partial(_mean, f"hva.{number}.loss", process_set) if active else None
