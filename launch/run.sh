@@ -2,9 +2,14 @@
 # Trains with several ranks: sets up what is missing, then starts launch/train.py under horovodrun.
 #
 #     launch/run.sh [-np N] [-H host:slots,...] [--dry-run] [train.py's options]
+#     launch/run.sh --netlab N,RATE[,RATE...] [--netlab-trace TRACE] [--dry-run] [train.py's options]
 #
 #     -np N       the number of ranks (default: all slots of -H, otherwise one a core, at least 2, at most 4)
 #     -H HOSTS    where they run, as for horovodrun: host1:4,host2:4 (default: here)
+#     --netlab    on N hosts with slow links that are made on this machine for this run, one rank on each; needs
+#                 root. All links have one rate, or each its own: --netlab 4,200mbit or --netlab 2,1gbit,50mbit
+#     --netlab-trace TRACE   how the rates change meanwhile, in one word: 'sin2 --low 50mbit --high 400mbit', or
+#                 what launch/netlab.sh --help has besides
 #     --dry-run   print the command and stop; nothing is set up
 #     --          everything after it is train.py's
 #
@@ -57,7 +62,8 @@ default_ranks() {
 
 ranks_per_host() {
     local most=$ranks
-    if [[ -n $hosts ]]; then
+    # The hosts of a netlab are all on this machine.
+    if [[ -n $hosts && -z $netlab ]]; then
         most=$(most_slots "$hosts")
         ((most > ranks)) && most=$ranks
     fi
@@ -72,6 +78,8 @@ set_environment() {
     ((threads >= 1)) || threads=1
     set_default OMP_NUM_THREADS "$threads"
     set_default NUMBA_NUM_THREADS "$threads"
+    # Horovod would wait for a rank that stalls for ever.
+    set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
     elif ((local_ranks < cores)); then
@@ -84,12 +92,17 @@ set_environment() {
 }
 
 parse_arguments() {
-    ranks='' hosts='' dry_run='' arguments=()
+    ranks='' hosts='' netlab='' netlab_trace='' dry_run='' arguments=()
     while (($#)); do
         case $1 in
             -np | -H)
                 (($# > 1)) || die "$1 needs a value" "For example: $program -np 4"
                 if [[ $1 == -np ]]; then ranks=$2; else hosts=$2; fi
+                shift
+                ;;
+            --netlab | --netlab-trace)
+                (($# > 1)) || die "$1 needs a value" "For example: $program --netlab 4,200mbit"
+                if [[ $1 == --netlab ]]; then netlab=$2; else netlab_trace=$2; fi
                 shift
                 ;;
             --dry-run) dry_run=yes ;;
@@ -113,7 +126,22 @@ parse_arguments() {
     if [[ -n $hosts && ! $hosts =~ ^[^,:]+(:[1-9][0-9]*)?(,[^,:]+(:[1-9][0-9]*)?)*$ ]]; then
         die "-H must be like host1:4,host2:4, not '$hosts'"
     fi
+    check_netlab
     [[ -n $ranks ]] || ranks=$(default_ranks)
+}
+
+check_netlab() {
+    if [[ -z $netlab ]]; then
+        [[ -z $netlab_trace ]] || die "--netlab-trace goes with --netlab" "For example: $program --netlab 4,200mbit"
+        return
+    fi
+    [[ $netlab =~ ^([1-9][0-9]{0,2})(,[0-9.]+[kmgKMG]?bit)+$ ]] ||
+        die "--netlab must be like 4,200mbit or 2,1gbit,50mbit, not '$netlab'"
+    [[ -z $ranks$hosts ]] || die "--netlab brings its own hosts, with a rank on each: without -np and -H"
+    hosts=$(seq -s , -f 'h%g:1' "${BASH_REMATCH[1]}")
+    # Now, not after minutes of setup.
+    ((EUID == 0)) || [[ -n $dry_run || -v help ]] ||
+        die "--netlab needs root, to make network namespaces" "sudo -E $0 --netlab $netlab ..."
 }
 
 show_help() {
@@ -141,15 +169,18 @@ descendants() {
 # tells the others (see train.py --help), so that all of them end together.
 # shellcheck disable=SC2317
 tell_ranks() {
-    local process rank told=
+    local process rank told='' started=''
     for process in $(descendants "$job"); do
         [[ $(cat "/proc/$process/comm" 2>/dev/null) =~ ^(mpirun|orterun|mpiexec)$ ]] || continue
+        started=yes
         for rank in $(children "$process"); do
             [[ $(cat "/proc/$rank/comm" 2>/dev/null) == python* ]] || continue
             kill -s "$1" "$rank" && told=yes
         done
         [[ -n $told ]] || kill -s "$1" "$process"
     done
+    # A netlab that is still being made, or removed.
+    [[ -z $netlab || -n $started ]] || kill -s "$1" "$job"
 }
 
 # Not by exec: SIGTERM and SIGUSR1, as batch systems send them, would end horovodrun alone, and its ranks would
@@ -161,7 +192,8 @@ run_to_the_end() {
     job=$!
     trap 'tell_ranks TERM' TERM
     trap 'tell_ranks USR1' USR1
-    trap 'kill -s INT -- "-$job"' INT
+    # In a netlab, mpirun would pass it on as SIGTERM, and soon kill the ranks.
+    if [[ -n $netlab ]]; then trap 'tell_ranks INT' INT; else trap 'kill -s INT -- "-$job"' INT; fi
     # A signal ends the wait, not the job.
     while kill -0 "$job" 2>/dev/null; do
         status=0
@@ -184,11 +216,19 @@ main() {
     fi
     set_environment
 
-    local script=$root/launch/train.py
-    [[ ! $PWD -ef $root ]] || script=launch/train.py
+    local folder=$root/launch
+    [[ ! $PWD -ef $root ]] || folder=launch
     local -a command=(horovodrun -np "$ranks")
-    [[ -z $hosts ]] || command+=(-H "$hosts")
-    command+=(python "$script" ${arguments[@]+"${arguments[@]}"})
+    if [[ -n $netlab ]]; then
+        command=("$folder/netlab.sh" run "${netlab%%,*}" "${netlab#*,}")
+        [[ -z $netlab_trace ]] || command+=(--trace "$netlab_trace")
+        command+=(--)
+        # train.py would give each host all the cores.
+        arguments=(--threads "$OMP_NUM_THREADS" ${arguments[@]+"${arguments[@]}"})
+    elif [[ -n $hosts ]]; then
+        command+=(-H "$hosts")
+    fi
+    command+=(python "$folder/train.py" ${arguments[@]+"${arguments[@]}"})
 
     local shown=
     if [[ $(command -v python) != "$python" || $(command -v horovodrun) != "$env_dir/bin/horovodrun" ]]; then
