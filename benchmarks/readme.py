@@ -235,9 +235,33 @@ def accuracy() -> str:
     )
 
 
+def planner() -> str:
+    """The knapsacks' time and distance from the optimum."""
+    figures = load("planner")
+    rows = [
+        [
+            name,
+            *(f"{1e3 * row[f'{which} s']:.0f} ms" for which in ("min_cost", "min_error")),
+            *(f"{100 * row[f'{which} gap']:.4f} %" for which in ("min_cost", "min_error")),
+        ]
+        for name, row in figures["knapsacks"].items()
+    ]
+    heading = [
+        "layers and levels",
+        "least bytes: time",
+        "least error: time",
+        "bytes above the optimum, at most",
+        "error above the optimum, at most",
+    ]
+    return (
+        "Planning on one core, against the bound that a mixed-integer solver proves. "
+        f"{source('planner', figures)}\n\n{table(heading, rows)}"
+    )
+
+
 def render() -> str:
     """The whole section."""
-    parts = [BEGIN, kernels(), wire(), accuracy(), overhead(), END]
+    parts = [BEGIN, kernels(), wire(), accuracy(), planner(), overhead(), END]
     return "\n\n".join(parts)
 
 

@@ -58,6 +58,25 @@ class _Staging:
         return shaped(self.flat, self._bucket)
 
 
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One collective of a step.
+
+    Args:
+        bucket: index of the bucket.
+        traffic: bytes that this rank's link carried in one direction.
+        launched: when, in seconds.
+        done: when its result was there at the latest.
+        exposed: seconds for which training waited for it.
+    """
+
+    bucket: int
+    traffic: int
+    launched: float
+    done: float
+    exposed: float
+
+
 @dataclass(slots=True)
 class _Flight:
     """A bucket whose collective is under way."""
@@ -94,6 +113,8 @@ class Exchange:
         self._memory: dict[int, Memory] = {}
         self._staged: dict[int, _Staging] = {}
         self._vote: Handle | None = None
+        self.trips: list[Trip] = []
+        """This step's collectives, in the order in which they ended."""
         self.states: dict[Compressor, CodecState] = {}
         """What compressors have learnt, by :meth:`Compressor.state_key`."""
 
@@ -121,6 +142,7 @@ class Exchange:
     def begin_step(self, step: int) -> None:
         """Draw the random numbers of this step from now on."""
         self._step = step
+        self.trips.clear()
 
     @property
     def busy(self) -> bool:
@@ -153,12 +175,15 @@ class Exchange:
                 more = flight.steps.send(reply)
             except StopIteration:
                 more = None
+            traffic = self._transport.traffic(flight.request, nbytes_of(reply))
+            index, exposed = flight.bucket.index, done - waiting
+            self.trips.append(Trip(index, traffic, flight.launched, done, exposed))
             self.meter.bucket(
-                flight.bucket.index,
-                exposed=done - waiting,
+                index,
+                exposed=exposed,
                 communicate=done - flight.launched,
                 decompress=perf_counter() - done,
-                traffic=self._transport.traffic(flight.request, nbytes_of(reply)),
+                traffic=traffic,
             )
             if more is not None:
                 self._submit(flight.bucket, flight.steps, more, flight.round + 1)

@@ -125,6 +125,14 @@ class Memory(ABC):
         """Look at all gradients (by layer index) before the first bucket begins."""
         del grads
 
+    def preview(self, bucket: Bucket, grads: Sequence[Tensor]) -> list[Tensor]:
+        """What of each layer would be compressed now, 1-D float32; changes nothing."""
+        flats = [grad.reshape(-1).float() for grad in grads]
+        if not self.slots:
+            return flats
+        held = self.views(self.slots[0], bucket)
+        return [view.float() + flat for view, flat in zip(held, flats, strict=True)]
+
     @abstractmethod
     def begin(
         self, bucket: Bucket, grads: Sequence[Tensor], step: int

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_adaptive.compressors import Compression, NoCompression
+from hvd_adaptive import planning
+from hvd_adaptive.channel import open_channel
+from hvd_adaptive.compressors import CastCompressor, Compression, NoCompression, parse
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.failure import name_this_rank
 from hvd_adaptive.feedback import Feedback
-from hvd_adaptive.planning import Plan
+from hvd_adaptive.pilot import Pilot
+from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.reducer import Options, Reducer
 from hvd_adaptive.routing import Choice, Spec
 from hvd_adaptive.telemetry import Meter, Telemetry
@@ -50,7 +53,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     process_set: hvd.ProcessSet = hvd.global_process_set,
     *,
     feedback: str | Feedback | None = None,
-    planner: None = None,
+    planner: str | Recipe | None = None,
+    candidates: Sequence[Spec] = (),
     warmup_steps: int = 0,
     bucket_cap_mb: float = 25.0,
     telemetry: Telemetry | str | os.PathLike[str] | None = None,
@@ -77,7 +81,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         process_set: the ranks to reduce over; other ranks step with their own gradients.
         feedback: ``"ef"``, ``"ef21"``, ``"dgc"`` or ``"none"``, with options as in ``"ef:decay=0.9"``,
             or None for what each compressor needs.
-        planner: must be None; levels are those that ``compression`` and ``overrides`` name.
+        planner: what chooses each layer's level during training: ``"lgreco"``, ``"lgreco-time"``,
+            ``"kimad"``, ``"kimad+"``, ``"gravac"``, ``"accordion"``, ``"accordion+lgreco"``,
+            ``"gravac+lgreco"`` or ``"cgx"``, with options as in ``"lgreco:period=200"``; None keeps the
+            levels that ``compression`` and ``overrides`` name.
+        candidates: compressors whose levels a planner may choose beside those of ``compression``.
         warmup_steps: steps at the start that send dense gradients.
         bucket_cap_mb: dense MiB at which a bucket is closed.
         telemetry: folder for TensorBoard and JSON lines, or a :class:`Telemetry`.
@@ -123,7 +131,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     active = _takes_part(process_set)
 
     def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
-        _check(backward_passes_per_step, op, gradient_predivide_factor, planner)
+        _check(backward_passes_per_step, op, gradient_predivide_factor)
         named = _named(optimizer, named_parameters)
         choice = Choice.of(_from_horovod(compression), overrides, feedback)
         choice.check_patterns([name for name, _ in named])
@@ -139,6 +147,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             _at_least(0, "warmup_steps", warmup_steps),
             _positive("bucket_cap_mb", bucket_cap_mb) * (1 << 20),
             _group_names(groups, named),
+            _recipe(planner, choice),
+            tuple(parse(spec) for spec in candidates),
         )
         return choice, options, named
 
@@ -166,7 +176,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     transport = Transport(op, process_set, gradient_predivide_factor)
     name_this_rank(hvd.rank())
     exchange = Exchange(transport, meter, f"hva.{number}", seed, hvd.rank())
-    reducer = Reducer(named, choice, options, control, exchange, active)
+    pilot = None
+    if active and options.planner is not None:
+        channel = open_channel(f"hva.{number}.plan", control, process_set)
+        pilot = Pilot(
+            options.planner,
+            channel,
+            meter,
+            control.rank,
+            ranks,
+            options.candidates,
+            exchange.states,
+        )
+    reducer = Reducer(named, choice, options, control, exchange, active, pilot)
     reduce_loss = functools.partial(_mean, f"hva.{number}.loss", process_set) if active else None
     return _wrap(optimizer, reducer, meter, named, reduce_loss)
 
@@ -366,7 +388,7 @@ def _takes_part(process_set: hvd.ProcessSet) -> bool:
     return bool(process_set.included()) and (process_set.size() > 1 or elastic)
 
 
-def _check(passes: int, op: int, predivide: float, planner: None) -> None:
+def _check(passes: int, op: int, predivide: float) -> None:
     """Refuse what Horovod refuses, and what does not exist."""
     _at_least(1, "backward_passes_per_step", passes)
     if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
@@ -374,11 +396,6 @@ def _check(passes: int, op: int, predivide: float, planner: None) -> None:
     _positive("gradient_predivide_factor", predivide)
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor works only with op=hvd.Average")
-    if planner is not None:
-        raise ValueError(
-            f"planner={planner!r}: this version has no planners; choose levels by compression= and "
-            "overrides="
-        )
 
 
 def _check_momentum(choice: Choice, optimizer: torch.optim.Optimizer) -> None:
@@ -402,6 +419,19 @@ def _positive(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
     return float(value)
+
+
+def _recipe(planner: str | Recipe | None, choice: Choice) -> Recipe | None:
+    """The planner; ValueError if there is nothing that it could decide."""
+    if planner is None:
+        return None
+    recipe = planning.parse(planner)
+    if all(isinstance(each, CastCompressor) or each.whole_model for each in choice.compressors):
+        raise ValueError(
+            f"planner={planner!r} has nothing to decide: no compressor here has levels for each layer. "
+            "Name one, such as compression='topk:density=0.01'"
+        )
+    return recipe
 
 
 def _named(

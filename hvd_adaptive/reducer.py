@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
 from hvd_adaptive.buckets import Bucket, build_buckets
-from hvd_adaptive.compressors import Learner, format_spec, parse
+from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
-from hvd_adaptive.feedback import RESIDUAL, Kept, Memory, Situation
+from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.planning import Plan
+from hvd_adaptive.pilot import Assignment, Pilot
+from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.routing import Choice, make_plan
 
 STATE_FORMAT = 2
@@ -40,6 +41,8 @@ class Options:
         warmup_steps: steps at the start that send dense gradients.
         bucket_cap_bytes: dense bytes at which a bucket is closed.
         groups: names of layers that travel together, or a number of groups, or 0.
+        planner: what changes levels during training.
+        candidates: compressors that it may choose beside those of the layers.
     """
 
     passes: int = 1
@@ -47,6 +50,8 @@ class Options:
     warmup_steps: int = 0
     bucket_cap_bytes: float = 25.0 * (1 << 20)
     groups: int | tuple[tuple[str, ...], ...] = 0
+    planner: Recipe | None = None
+    candidates: tuple[Compressor, ...] = ()
 
 
 class Reducer:
@@ -64,6 +69,7 @@ class Reducer:
         control: agreement between ranks.
         exchange: sends the buckets.
         active: False on a rank that communicates with nobody; it then does nothing at all.
+        pilot: changes levels during training; None leaves them as they were chosen.
     """
 
     def __init__(
@@ -74,8 +80,10 @@ class Reducer:
         control: Control,
         exchange: Exchange,
         active: bool = True,
+        pilot: Pilot | None = None,
     ) -> None:
         self._active = active
+        self._pilot = pilot
         self._choice = choice
         self._options = options
         self._control = control
@@ -182,7 +190,7 @@ class Reducer:
         if position == _NO_BUCKET:
             return
         self._waiting[position] -= 1
-        if position == self._next and not self._surveyed:
+        if position == self._next and not self._surveyed and not (self._pilot and self._pilot.exact):
             self._launch_complete(self._buckets)
 
     def _begin(self) -> None:
@@ -197,7 +205,8 @@ class Reducer:
         else:
             # A rank that lays out anew alone would wait for the others for ever, and they for it: so
             # all of them go on as before, and hear at the end of this step that one has changed.
-            self._exchange.vote(self._added or any(changed), self._rate_fell())
+            wants = self._pilot.wants(self.rounds) if self._pilot else ()
+            self._exchange.vote(self._added or any(changed), self._rate_fell(), *wants)
 
     def _collect(self) -> None:
         """Have compressors collect statistics in this step, if it is one that they learn from."""
@@ -246,12 +255,27 @@ class Reducer:
             self._exchange.start(bucket, [self._sparse_grad(bucket.layers[0])])
             return
         grads = [self._dense_grad(layer.index) for layer in bucket.layers]
+        if self._pilot and not self._pilot.exact:
+            self._measure(self._pilot, bucket, grads)
         if self._carry:
             for layer, grad in zip(bucket.layers, grads, strict=True):
                 residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
                 if residual is not None:
                     grad.add_(residual.view(layer.shape))
         self._exchange.start(bucket, grads)
+
+    def _measure(self, pilot: Pilot, bucket: Bucket, grads: Sequence[Tensor]) -> None:
+        """Let the pilot see what is about to be compressed."""
+        if not pilot.watches(self.rounds):
+            return
+        local = [grad.detach().reshape(-1).float() for grad in grads]
+        whole = local
+        if pilot.sees_feedback or bucket.feedback == EF21.name:
+            whole = self._memories[bucket.feedback].preview(bucket, local)
+        if bucket.feedback == EF21.name:
+            local = whole  # the gradient itself is never compressed
+        for layer, grad, x in zip(bucket.layers, local, whole, strict=True):
+            pilot.measure(layer, grad, x, self.rounds)
 
     def _dense_grad(self, index: int) -> Tensor:
         """The gradient that is sent and overwritten; zeros where this rank has none."""
@@ -300,13 +324,16 @@ class Reducer:
             if self._buckets is None:
                 self._agree()
                 self._lay_out(self._order)
+                wants = self._wants_at_first()
                 self._complete()
+                self._follow(*wants)
             else:
                 self._complete()
-                adapt, fell = [*self._exchange.voted(), False, False][:2]
+                adapt, fell, collect, ready = [*self._exchange.voted(), *([False] * 4)][:4]
                 if adapt:
                     self._adapt()
                 self._learn_next = fell
+                self._follow(collect, ready)
             self._learn()
         except HorovodInternalError:
             self._exchange.abandon()
@@ -320,9 +347,57 @@ class Reducer:
         if step == 0 or (step > 0 and self._choice.changes_at(step)):
             self._lay_out(self._order)
 
+    def _wants_at_first(self) -> tuple[bool, bool]:
+        """What the first rank's planner asks for in a first step, which has no vote."""
+        if self._pilot is None:
+            return False, False
+        collect, ready = self._control.allgather(self._pilot.wants(self.rounds))[0]
+        return collect, ready
+
+    def _follow(self, collect: bool, ready: bool) -> None:
+        """Do what the first rank's planner asks for."""
+        if self._pilot is None:
+            return
+        rate = max(self._rates, default=None)
+        self._pilot.end_step(self.rounds, rate, self._exchange.trips)
+        if collect:
+            self._pilot.collect(self.rounds)
+        if ready:
+            self._switch(self._pilot.adopt(self.rounds))
+
+    def _switch(self, assignments: Mapping[str, Assignment]) -> None:
+        """Compress as planned from the next gradient on.
+
+        Raises:
+            ValueError: ranks hold different plans.
+        """
+        planned = {name: (each.compressor, each.level) for name, each in assignments.items()}
+        self._choice = replace(self._choice, planned=planned)
+        self._lay_out(self._order)
+        digests = self._control.allgather(self.plan.digest)
+        for rank, digest in enumerate(digests):
+            if digest != self.plan.digest:
+                raise ValueError(
+                    f"rank {rank} of the process set has the plan {digest}, this rank has "
+                    f"{self.plan.digest}: all ranks must build the same model and pass the same options"
+                )
+        self._exchange.meter.text("plan/table", f"```\n{self.plan}\n```", self.rounds)
+
+    def _decide_first(self, pilot: Pilot, buckets: Sequence[Bucket]) -> None:
+        """Measure all gradients and plan with them before the first is sent."""
+        for bucket in buckets:
+            if bucket.collective is not Collective.SPARSE:
+                grads = [self._dense_grad(layer.index) for layer in bucket.layers]
+                self._measure(pilot, bucket, grads)
+        assignments = pilot.decide_now(self.rounds)
+        if assignments is not None:
+            self._switch(assignments)
+
     def _complete(self) -> None:
         """Launch what has not been launched, and wait for everything."""
         assert self._buckets is not None
+        if self._pilot and self._pilot.exact and not self._next:
+            self._decide_first(self._pilot, self._buckets)
         if self._surveyed:
             self._survey(self._buckets)
         for bucket in self._buckets[self._next :]:
@@ -451,6 +526,8 @@ class Reducer:
         )
         self._next = 0
         self._attach(self._buckets, kept)
+        if self._pilot:
+            self._attach_pilot(self._pilot, self._buckets, step < 0)
         self._laid_out_for = self._control.size
         self._bucket_of = [_NO_BUCKET] * len(self._params)
         for bucket in self._buckets:
@@ -459,6 +536,18 @@ class Reducer:
         self._waiting = [len(bucket.layers) for bucket in self._buckets]
         in_order = [layer for name, layer in by_name.items() if name in routes]
         self.plan = make_plan(in_order, routes, self.plan.version + 1, self.rounds)
+
+    def _attach_pilot(self, pilot: Pilot, buckets: Sequence[Bucket], idle: bool) -> None:
+        """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
+        layers = [
+            (layer, own)
+            for layer in self._layers()
+            if layer.name not in self._sparse
+            and not isinstance(own := self._choice.compressor_of(layer), CastCompressor)
+            and not own.whole_model
+        ]
+        places = {layer.name: bucket.index for bucket in buckets for layer in bucket.layers}
+        pilot.attach([row for row in layers if row[0].name in places], places, idle)
 
     def _attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
         """Give every bucket the memory of its feedback rule."""
@@ -545,6 +634,11 @@ class Reducer:
             "rates": dict(self._situation.rates),
             "last_rates": self._rates,
             "learn_next": self._learn_next,
+            "planned": {
+                name: [None if compressor is None else format_spec(compressor), level]
+                for name, (compressor, level) in self._choice.planned.items()
+            },
+            "pilot": self._pilot.state_dict() if self._pilot else None,
             "codecs": {
                 format_spec(key): state.state_dict() for key, state in self._exchange.states.items()
             },
@@ -562,6 +656,13 @@ class Reducer:
         self.rounds = int(state["rounds"])
         self._rates = tuple(state["last_rates"])
         self._learn_next = bool(state["learn_next"])
+        if self._pilot and state["pilot"] is not None:
+            self._pilot.load_state_dict(state["pilot"])
+            planned = {
+                name: (None if spec is None else parse(spec), level)
+                for name, (spec, level) in state["planned"].items()
+            }
+            self._choice = replace(self._choice, planned=planned)
         order = [name for name in state["order"] if name in self._names]
         self._order = order if self._buckets is None else self._order
         for spec, learnt in state["codecs"].items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ from hvd_adaptive.compressors import (
     format_spec,
     parse,
 )
+from hvd_adaptive.compressors.base import Level
 from hvd_adaptive.feedback import ErrorFeedback, Feedback, NoFeedback, format_rule
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import LayerPlan, Plan
@@ -42,11 +43,14 @@ class Choice:
         compressor: of every layer that no override names and that is not small.
         overrides: name patterns and their compressors; the first that matches counts.
         feedback: a rule, or None to let each compressor choose.
+        planned: what a planner gives to some layers, by name, in the place of their compressor and
+            its level; no compressor means dense.
     """
 
     compressor: Compressor
     overrides: tuple[tuple[str, Compressor], ...] = ()
     feedback: Feedback | None = None
+    planned: Mapping[str, tuple[Compressor | None, Level]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -122,17 +126,26 @@ class Choice:
         if sparse:
             none = NoCompression()
             return Route(none, none.level, Collective.SPARSE, layer.dtype)
-        compressor = self.compressor_of(layer)
+        compressor, level = self._assigned(layer, step)
         rule = self.feedback or (ErrorFeedback() if compressor.biased else NoFeedback())
         if isinstance(compressor, NoCompression) and not rule.for_dense:
             rule = NoFeedback()
         return Route(
             compressor,
-            compressor.level_at(step),
+            level,
             compressor.collective,
             wire_dtype(compressor, layer),
             format_rule(rule),
         )
+
+    def _assigned(self, layer: Layer, step: int) -> tuple[Compressor, Level]:
+        """What the planner or, where it has not spoken, the user gives to a layer."""
+        if layer.name not in self.planned:
+            compressor = self.compressor_of(layer)
+            return compressor, compressor.level_at(step)
+        planned, level = self.planned[layer.name]
+        # a dense layer keeps its place in the bucket and its residual where the compressor can send all
+        return (NoCompression(), NoCompression().level) if planned is None else (planned, level)
 
     def _check_feedback(self) -> None:
         """ValueError if the rule cannot work with one of the compressors."""

@@ -13,6 +13,7 @@ import torch
 from hvd_adaptive import compressors
 from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
 from hvd_adaptive.kernels import cpu
+from hvd_adaptive.planning import knapsack
 
 _OPTIONS = ("alq:coding=huffman", "redsync:values=sign")
 """Beside every member as it is: what takes other ways through the kernels."""
@@ -24,6 +25,8 @@ def warm() -> float:
     for name in (*compressors.REGISTRY, *_OPTIONS):
         _use(compressors.parse(name))
     cpu.sample_spectrum(torch.ones(64))
+    for solve in (knapsack.min_cost, knapsack.min_error):
+        solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
     return time.perf_counter() - start
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import data
 from hvd_adaptive import feedback
+from hvd_adaptive import planning as planners
 from hvd_adaptive.compressors import REGISTRY
 from hvd_adaptive.compressors import parse as parse_compression
 from models import IMAGE_MODELS, MODELS
@@ -53,6 +54,7 @@ DEFAULT_PRESET = "resnet-fashion"
 IDENTITY = (
     "data", "tokens", "vocabulary", "sequence_length", "model", "width", "layers", "heads",
     "batch_size", "accumulate", "update", "seed", "optimizer", "compression", "overrides", "feedback",
+    "planner", "candidates",
 )  # fmt: skip
 
 EPILOG = """\
@@ -106,6 +108,8 @@ class Options:
     compression: str
     overrides: tuple[tuple[str, str], ...]
     feedback: str | None
+    planner: str | None
+    candidates: tuple[str, ...]
     compression_warmup_steps: int
     bucket_cap_mb: float
     op: str
@@ -165,6 +169,14 @@ def compression(text: str) -> str:
 def feedback_rule(text: str) -> str:
     try:
         feedback.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def planner(text: str) -> str:
+    try:
+        planners.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -253,6 +265,11 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
     add("--feedback", type=feedback_rule, metavar="RULE",
         help="what becomes of what is not sent: " + ", ".join(feedback.REGISTRY)
         + " (the compressor's own choice)")  # fmt: skip
+    add("--planner", type=planner, metavar="PLANNER",
+        help="what chooses each layer's level during training, such as lgreco:period=200; there are "
+        + ", ".join(planners.REGISTRY) + " (none)")  # fmt: skip
+    add("--candidate", dest="candidates", type=compression, action="append", metavar="SPEC",
+        help="another compression whose levels the planner may choose; may be repeated")  # fmt: skip
     add("--compression-warmup-steps", type=number(int, 0), default=0, metavar="N",
         help="first steps without compression: warmup_steps (%(default)s)")  # fmt: skip
     add("--bucket-cap-mb", type=number(float, 0), default=25.0, metavar="X",
@@ -297,6 +314,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.set_defaults(**defaults)
     values = vars(parser.parse_args(arguments))
     values["overrides"] = tuple(values["overrides"] or ())
+    values["candidates"] = tuple(values["candidates"] or ())
     values["compression"] = _default_compression(values)
     options = Options(**{field.name: values[field.name] for field in fields(Options)})
     try:
@@ -325,6 +343,8 @@ def _check(options: Options) -> None:
         raise ValueError("--bucket-cap-mb and --gradient-predivide-factor must be more than 0")
     if options.optimizer == "stock":
         _check_stock(options)
+    if options.candidates and not options.planner:
+        raise ValueError("--candidate needs a --planner that chooses")
     if options.checkpoint_dir is None and (options.checkpoint_every or options.resume != "never"):
         raise ValueError("--checkpoint-every and --resume need --checkpoint-dir")
 
@@ -334,7 +354,8 @@ def _check_stock(options: Options) -> None:
         raise ValueError(
             f"--optimizer stock knows --compression none and fp16, not {options.compression}"
         )
-    if options.overrides or options.feedback or options.compression_warmup_steps:
+    ours = (options.overrides, options.feedback, options.planner, options.compression_warmup_steps)
+    if any(ours):
         raise ValueError(
-            "--override, --feedback and --compression-warmup-steps need --optimizer adaptive"
+            "--override, --feedback, --planner and --compression-warmup-steps need --optimizer adaptive"
         )

@@ -197,6 +197,8 @@ def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
             compression=options.compression,
             overrides=dict(options.overrides),
             feedback=options.feedback,
+            planner=options.planner,
+            candidates=options.candidates,
             warmup_steps=options.compression_warmup_steps,
             bucket_cap_mb=options.bucket_cap_mb,
             seed=options.seed,

@@ -24,8 +24,10 @@ MODULES = (
     "hvd_adaptive.compressors.sparse",
     "hvd_adaptive.feedback",
     "hvd_adaptive.kernels.reference",
+    "hvd_adaptive.kernels.subset",
     "hvd_adaptive.keys",
     "hvd_adaptive.specs",
+    "hvd_adaptive.states",
     "hvd_adaptive.telemetry",
     "hvd_adaptive.wire",
 )

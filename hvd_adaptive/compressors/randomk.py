@@ -139,12 +139,12 @@ class RandomK(LinearCompressor, MultiLevel):
     def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
         fewer = wire.count_of(payload.numel, level)
-        kept, back = payload.data[:fewer], payload.data.to(x.dtype, copy=True)
+        kept, back = payload.data[:fewer].clone(), payload.data.to(x.dtype)
         if self.unbiased:
             factor = payload.data.numel() / max(1, fewer)
             kept = (back[:fewer] * factor).to(payload.data.dtype)
-        back[:fewer] -= kept.to(x.dtype)
         subset.add_(x, back, payload.key)
+        subset.add_(x, kept.to(x.dtype), payload.key, -1.0)
         return Payload(kept, payload.numel, level, payload.key, payload.shape)
 
     def errors(
@@ -157,7 +157,7 @@ class RandomK(LinearCompressor, MultiLevel):
     ) -> Float64s:
         """In expectation over the sets: ``1 - density`` of the energy, or ``1 / density - 1``."""
         del shape, state
-        energy = float(x.double().square().sum())
+        energy = sum(float(part @ part) for part in x.split(1 << 16))
         shares = np.array([wire.count_of(x.numel(), level) for level in levels]) / max(1, x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))

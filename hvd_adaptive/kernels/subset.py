@@ -23,8 +23,8 @@ from hvd_adaptive.keys import mix
 __all__ = ["add_", "first_indices", "take"]
 
 _BLOCK = 512
-_ROUNDS, _ROUNDS_IF_SMALL, _SMALL = 6, 16, 8
-"""Even, so that the halves end where they began. A domain of a few bits needs more to look random."""
+_ROUNDS, _ROUNDS_IF_SMALL, _SMALL = 4, 16, 16
+"""Four are enough for large domains (Luby and Rackoff); those of a few bits need more."""
 
 _kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
 

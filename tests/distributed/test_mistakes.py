@@ -179,10 +179,18 @@ def test_wrapping_twice_is_an_error() -> None:
     still_works()
 
 
-def test_a_planner_is_refused_until_there_is_one() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"planner": "lgrec"}, "did you mean 'lgreco'"),
+        ({"planner": "lgreco:perod=3"}, "did you mean 'period'"),
+        ({"planner": "lgreco", "compression": "fp16"}, "nothing to decide"),
+    ],
+)
+def test_a_planner_that_cannot_be_is_an_error(options: dict[str, str], message: str) -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="planner"):
-        ours(sgd(model.parameters()), planner="lgreco")
+    with pytest.raises(ValueError, match=message):
+        ours(sgd(model.parameters()), **{"compression": "topk:density=0.1", **options})
     still_works()
 
 

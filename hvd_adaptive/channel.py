@@ -1,0 +1,164 @@
+"""Numbers and plans between ranks, beside the gradients: what the decision path sends.
+
+Over MPI it is a communicator of its own, so that nothing here waits for Horovod's cycle or takes a
+place in its order; where Horovod runs on Gloo, or mpi4py is missing on some rank, Horovod carries it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import horovod.torch as hvd
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hvd_adaptive.control import Control
+
+Float64s: TypeAlias = npt.NDArray[np.float64]
+Pending: TypeAlias = Callable[[], Float64s]
+"""Waits for a result."""
+
+
+class Channel(ABC):
+    """Every rank makes the same calls in the same order."""
+
+    name: str
+    """How it travels."""
+
+    @abstractmethod
+    def mean(self, values: Float64s) -> Pending:
+        """Start to average over the ranks; ``float64[n]``, the same n on all."""
+
+    @abstractmethod
+    def least(self, values: Float64s) -> Pending:
+        """Start to take the minimum over the ranks; ``float64[n]``, the same n on all."""
+
+    @abstractmethod
+    def broadcast(self, message: str) -> str:
+        """The first rank's message, on all ranks; what the others pass is not looked at."""
+
+
+class MpiChannel(Channel):
+    """mpi4py, on a duplicate of the ranks' communicator.
+
+    Args:
+        process_set: whose ranks take part; all of them make one, at the same time.
+    """
+
+    name = "mpi4py"
+
+    def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
+        mpi = _mpi()
+        world = mpi.COMM_WORLD
+        ranks = process_set.ranks
+        if ranks is None or len(ranks) == world.size:
+            self._comm = world.Dup()
+        else:
+            self._comm = world.Create_group(world.group.Incl(list(ranks)))
+        self._sum, self._min = mpi.SUM, mpi.MIN
+
+    def mean(self, values: Float64s) -> Pending:
+        """A sum that goes on while others compute."""
+        size = self._comm.size
+        pending = self._reduce(values, self._sum)
+        return lambda: pending() / size
+
+    def least(self, values: Float64s) -> Pending:
+        """A minimum that goes on while others compute."""
+        return self._reduce(values, self._min)
+
+    def broadcast(self, message: str) -> str:
+        """Blocks until the first rank has called."""
+        data = np.frombuffer(message.encode(), np.uint8)
+        length = np.array([len(data)], np.int64)
+        self._comm.Bcast(length, root=0)
+        if self._comm.rank:
+            data = np.empty(int(length[0]), np.uint8)
+        self._comm.Bcast(data, root=0)
+        return data.tobytes().decode()
+
+    def _reduce(self, values: Float64s, operation: Any) -> Pending:
+        mine, out = np.ascontiguousarray(values, np.float64), np.empty(values.shape)
+        request = self._comm.Iallreduce(mine, out, operation)
+
+        def wait(sent: Float64s = mine) -> Float64s:
+            request.Wait()
+            del sent  # kept alive until now: mpi4py does not
+            return out
+
+        return wait
+
+
+class HorovodChannel(Channel):
+    """Horovod's own operations.
+
+    Args:
+        name: of the operations, the same on all ranks and used by nobody else.
+        process_set: whose ranks take part.
+    """
+
+    name = "horovod"
+
+    def __init__(self, name: str, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
+        self._name = name
+        self._process_set = process_set
+        self._count = 0
+
+    def mean(self, values: Float64s) -> Pending:
+        """An average."""
+        return self._reduce(values, hvd.Average)
+
+    def least(self, values: Float64s) -> Pending:
+        """A minimum."""
+        return self._reduce(values, hvd.Min)
+
+    def broadcast(self, message: str) -> str:
+        """The first of what all ranks gather."""
+        control = Control(f"{self._name}.plan", self._process_set)
+        mine = message if control.rank == 0 else None
+        return str(control.allgather(mine)[0])
+
+    def _reduce(self, values: Float64s, operation: Any) -> Pending:
+        self._count += 1
+        handle = hvd.allreduce_async(
+            torch.from_numpy(np.ascontiguousarray(values, np.float64)),
+            op=operation,
+            name=f"{self._name}.{self._count}",
+            process_set=self._process_set,
+        )
+        return lambda: hvd.synchronize(handle).numpy()
+
+
+def open_channel(
+    name: str, control: Control, process_set: hvd.ProcessSet = hvd.global_process_set
+) -> Channel:
+    """The best that all ranks have; all of them call it."""
+    if all(control.allgather(_has_mpi())):
+        return MpiChannel(process_set)
+    return HorovodChannel(name, process_set)
+
+
+def _has_mpi() -> bool:
+    """Whether Horovod runs on an MPI that several threads may call, and mpi4py sees it."""
+    if not (hvd.mpi_enabled() and hvd.mpi_threads_supported()):
+        return False
+    try:
+        mpi = _mpi()
+    except ImportError:
+        return False
+    # one that was built for another MPI would see a world of one rank
+    return bool(mpi.Is_initialized()) and mpi.COMM_WORLD.size == hvd.size()
+
+
+def _mpi() -> Any:
+    """mpi4py's MPI, which leaves beginning and end to Horovod."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return MPI

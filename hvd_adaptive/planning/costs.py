@@ -1,0 +1,369 @@
+"""What a byte costs: seconds a byte of each bucket, and of a single collective.
+
+* :func:`fit_bucket_costs`: from an experiment with random plans (:func:`random_plans`).
+* :class:`OnlineCosts`: the same while training goes on, with forgetting.
+* :class:`BandwidthMonitor`: latency and bandwidth of single collectives, now.
+
+All are free of scales: bytes and seconds may have any unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adaptive.planning.facts import Float64s, Int64s
+
+__all__ = [
+    "BandwidthMonitor",
+    "BucketCosts",
+    "OnlineCosts",
+    "Rate",
+    "fit_bucket_costs",
+    "nonnegative_least_squares",
+    "random_plans",
+]
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class BucketCosts:
+    """``seconds = intercept + coefficients @ bytes``.
+
+    Args:
+        intercept: seconds.
+        coefficients: ``float64[B]``: seconds a byte of each bucket.
+        r2: share of the variance of the seconds that this explains.
+    """
+
+    intercept: float
+    coefficients: Float64s
+    r2: float
+
+
+def fit_bucket_costs(nbytes: npt.ArrayLike, seconds: npt.ArrayLike) -> BucketCosts:
+    """Fit by non-negative least squares.
+
+    Cost: O(M * B**2). Source: L-GreCo, section 4, "Time optimization", and section 5.5.
+
+    Args:
+        nbytes: ``[M, B]``: bytes of each bucket in each of M steps.
+        seconds: ``[M]``: from the start of the first bucket to the end of the last.
+
+    Raises:
+        ValueError: shapes that do not fit, no rows, or a number that is negative or not finite.
+
+    Example:
+        >>> costs = fit_bucket_costs([[1, 0], [0, 1], [1, 1], [2, 1]], [3, 5, 6, 7])
+        >>> round(costs.intercept, 6), costs.coefficients.round(6).tolist(), round(costs.r2, 6)
+        (2.0, [1.0, 3.0], 1.0)
+    """
+    x, y = np.asarray(nbytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if x.ndim != 2 or y.shape != x.shape[:1] or not len(x):
+        raise ValueError(f"bytes must be [M, B], seconds [M], M at least 1: got {x.shape}, {y.shape}")
+    _check_numbers(x, y)
+    rows = np.column_stack([np.ones(len(x)), x])
+    solution = nonnegative_least_squares(rows.T @ rows, rows.T @ y)
+    residual = y - rows @ solution
+    return _costs(solution, float(residual @ residual), float(((y - y.mean()) ** 2).sum()))
+
+
+def _check_numbers(*arrays: Float64s) -> None:
+    if not all(np.isfinite(each).all() and (each >= 0).all() for each in arrays):
+        raise ValueError("bytes or seconds are negative or not finite")
+
+
+def _costs(solution: Float64s, unexplained: float, variance: float) -> BucketCosts:
+    r2 = 1.0 - unexplained / variance if variance > 0 else float(unexplained <= 0)
+    return BucketCosts(float(solution[0]), solution[1:], r2)
+
+
+def nonnegative_least_squares(gram: Float64s, moment: Float64s) -> Float64s:
+    """The ``x >= 0`` of least ``|A x - b|``, from ``A^T A`` and ``A^T b``.
+
+    The active-set method of Lawson and Hanson ("Solving Least Squares Problems", 1974, chapter 23), on
+    columns scaled to length 1. Where several x are equally good it returns one of them.
+
+    Args:
+        gram: ``float64[n, n]``.
+        moment: ``float64[n]``.
+
+    Example:
+        >>> nonnegative_least_squares(np.eye(2), np.array([3.0, -1.0])).tolist()
+        [3.0, 0.0]
+    """
+    lengths = np.sqrt(np.diag(gram))
+    lengths[lengths == 0] = 1.0
+    g, m = gram / np.outer(lengths, lengths), moment / lengths
+    count = len(m)
+    x, passive = np.zeros(count), np.zeros(count, dtype=np.bool_)
+    tolerance = 1e-12 * float(np.abs(m).max(initial=0.0))
+    for _ in range(10 * count):  # a bound against rounding: each round lowers the residual
+        ascent = np.where(passive, -np.inf, m - g @ x)
+        if passive.all() or ascent.max() <= tolerance:
+            break
+        passive[ascent.argmax()] = True
+        while True:
+            trial = np.zeros(count)
+            trial[passive] = np.linalg.lstsq(g[np.ix_(passive, passive)], m[passive], rcond=None)[0]
+            falling = passive & (trial <= 0)
+            if not falling.any():
+                break
+            # as far as the first coefficient that reaches 0, which leaves
+            ratios = x[falling] / np.maximum(x[falling] - trial[falling], np.finfo(np.float64).tiny)
+            x += ratios.min() * (trial - x)
+            passive &= ~(falling & (x <= 1e-15 * np.abs(x).max(initial=0.0)))
+            x[~passive] = 0.0
+        x = trial
+    return np.asarray(x / lengths)
+
+
+def random_plans(
+    counts: Sequence[int], buckets: Sequence[int], seed: int = 0, start: int = 0
+) -> Iterator[Int64s]:
+    """Choices that vary every bucket by itself: what :func:`fit_bucket_costs` needs to see.
+
+    All layers of a bucket take the candidate at the same share of their rows, drawn uniformly.
+
+    Args:
+        counts: candidates of each layer.
+        buckets: bucket of each layer, from 0.
+        seed: of the sequence.
+        start: number of the first plan; plan ``n`` is the same wherever one starts.
+
+    Example:
+        >>> plans = random_plans([100, 100, 1], [0, 0, 1])
+        >>> [next(plans).tolist() for _ in range(2)]
+        [[63, 63, 0], [88, 88, 0]]
+    """
+    last, owner = np.asarray(counts) - 1, np.asarray(buckets, dtype=np.int64)
+    number = start
+    while True:
+        share = np.random.default_rng([seed, number]).random(int(owner.max(initial=-1)) + 1)
+        yield np.minimum((share[owner] * (last + 1)).astype(np.int64), last)
+        number += 1
+
+
+class OnlineCosts:
+    """Bucket costs while training goes on: a step counts half after ``half_life`` further ones.
+
+    Plans vary the buckets less than an experiment does. What their variation does not tell apart is
+    shared out evenly: a weak pull towards one coefficient for all buckets.
+
+    Args:
+        half_life: in steps.
+        ridge: strength of the pull, as a share of each bucket's sum of squared bytes.
+
+    Example:
+        >>> costs = OnlineCosts()
+        >>> for nbytes, seconds in [((1, 0), 3), ((0, 1), 5), ((1, 1), 6), ((2, 1), 7)]:
+        ...     costs.observe(np.array(nbytes), seconds)
+        >>> costs.fit().coefficients.round(1).tolist()
+        [1.0, 3.0]
+    """
+
+    def __init__(self, half_life: float = 500.0, ridge: float = 1e-3) -> None:
+        self._keep = 0.5 ** (1 / half_life)
+        self._ridge = ridge
+        self._moments = np.zeros((0, 0))
+        """Sums of products of (1, bytes of each bucket, seconds)."""
+
+    def observe(self, nbytes: npt.ArrayLike, seconds: float) -> None:
+        """Add a step: ``[B]`` bytes and its seconds. Other buckets than before start afresh."""
+        row = np.array([1.0, *np.asarray(nbytes, dtype=np.float64), seconds])
+        _check_numbers(row)
+        if self._moments.shape != (len(row), len(row)):
+            self._moments = np.zeros((len(row), len(row)))
+        self._moments = self._keep * self._moments + np.outer(row, row)
+
+    def fit(self) -> BucketCosts | None:
+        """The costs now; None before the second step. Cost: O(B**3)."""
+        if not len(self._moments) or self._moments[0, 0] <= 1.0:
+            return None
+        gram, moment = self._moments[:-1, :-1], self._moments[:-1, -1]
+        together = np.zeros((2, len(gram)))
+        together[0, 0], together[1, 1:] = 1.0, 1.0
+        even = nonnegative_least_squares(together @ gram @ together.T, together @ moment)[1]
+        pull = self._ridge * np.diag(gram)
+        pull[0] = 0.0
+        solution = nonnegative_least_squares(gram + np.diag(pull), moment + pull * even)
+        squares, weight = self._moments[-1, -1], self._moments[0, 0]
+        unexplained = squares - 2 * solution @ moment + solution @ gram @ solution
+        variance = squares - self._moments[0, -1] ** 2 / weight
+        return _costs(solution, max(0.0, float(unexplained)), max(0.0, float(variance)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return {"moments": self._moments.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        moments = np.array(state["moments"], dtype=np.float64)
+        self._moments = moments.reshape(len(moments), len(moments))
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """``seconds = latency + seconds_per_byte * bytes`` of one collective.
+
+    Args:
+        latency: seconds.
+        seconds_per_byte: of this rank's payload.
+        error: standard error of ``seconds_per_byte``; infinite where the samples do not tell.
+        samples: on which this rests.
+    """
+
+    latency: float
+    seconds_per_byte: float
+    error: float
+    samples: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return 1 / self.seconds_per_byte
+
+    @property
+    def bandwidth_error(self) -> float:
+        """Standard error of :attr:`bandwidth`."""
+        return self.error / self.seconds_per_byte**2
+
+
+class BandwidthMonitor:
+    """Latency and bandwidth of single collectives, as they are now.
+
+    A sample's weight halves with every ``half_life`` further samples, so a change of rate is followed
+    within two and a half half-lives. The fit is by least absolute error of the logarithm, over all
+    lines through two samples or through the origin, so samples that were delayed by something else do
+    not move it; one weighted least squares fit around it (Tukey's biweight) then uses the good samples
+    fully.
+    Latency is fitted only where it explains the samples better than none: where all have one size it
+    is 0.
+
+    Cost: O(1) a sample; O(window**3) numpy operations an estimate (about 2 ms).
+
+    Args:
+        half_life: in samples.
+        window: samples that are kept.
+
+    Example:
+        >>> monitor = BandwidthMonitor()
+        >>> for nbytes in (1e3, 1e6, 2e6, 1e3):
+        ...     monitor.observe(nbytes, 0.001 + nbytes / 1e8)
+        >>> rate = monitor.estimate()
+        >>> round(rate.bandwidth), round(rate.latency, 6)
+        (100000000, 0.001)
+    """
+
+    def __init__(self, half_life: float = 8.0, window: int = 40) -> None:
+        self._half_life = half_life
+        self._samples: deque[tuple[float, float]] = deque(maxlen=window)
+
+    def observe(self, nbytes: float, seconds: float) -> None:
+        """Add a collective; ValueError unless both are positive and finite."""
+        if not (0 < nbytes < math.inf and 0 < seconds < math.inf):
+            raise ValueError(f"a transfer of {nbytes} bytes in {seconds} s: both must be positive")
+        self._samples.append((float(nbytes), float(seconds)))
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are two samples."""
+        return len(self._samples) >= 2
+
+    def estimate(self) -> Rate:
+        """The rate now.
+
+        Raises:
+            ValueError: fewer than two samples.
+        """
+        if not self.ready:
+            raise ValueError(f"an estimate needs two transfers, and there are {len(self._samples)}")
+        nbytes, seconds = np.array(self._samples).T
+        weights = 0.5 ** (np.arange(len(nbytes))[::-1] / self._half_life)
+        # in units of the medians, so that nothing depends on scale
+        unit, tick = float(np.median(nbytes)), float(np.median(seconds))
+        line, error = _robust_line(nbytes / unit, seconds / tick, weights)
+        return Rate(
+            float(line[0] * tick),
+            float(line[1] * tick / unit),
+            error * tick / unit,
+            len(nbytes),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return {"samples": [list(sample) for sample in self._samples]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._samples.clear()
+        self._samples.extend((float(nbytes), float(seconds)) for nbytes, seconds in state["samples"])
+
+
+_GAIN = 0.9
+"""A latency is believed if it lowers the absolute error to this share at least."""
+
+
+def _robust_line(x: Float64s, y: Float64s, weights: Float64s) -> tuple[Float64s, float]:
+    """Intercept and slope of ``y``, and the slope's standard error."""
+    flat = np.stack([np.zeros(len(x)), y / x], axis=1)
+    i, j = np.triu_indices(len(x), 1)
+    apart = x[i] != x[j]
+    i, j = i[apart], j[apart]
+    slopes = (y[j] - y[i]) / (x[j] - x[i])
+    steep = np.stack([y[i] - slopes * x[i], slopes], axis=1)
+    steep = steep[(steep[:, 0] > 0) & (steep[:, 1] > 0)]
+    origin, origin_loss = _best_line(flat, x, y, weights)
+    line, loss = _best_line(steep, x, y, weights) if len(steep) else (origin, math.inf)
+    if loss < _GAIN * origin_loss:
+        return _refine(line, x, y, weights, with_intercept=True)
+    return _refine(origin, x, y, weights, with_intercept=False)
+
+
+def _best_line(lines: Float64s, x: Float64s, y: Float64s, weights: Float64s) -> tuple[Float64s, float]:
+    """Of several lines, that of least absolute error of the logarithm, and that error."""
+    losses = np.abs(np.log(y / (lines[:, :1] + lines[:, 1:] * x))) @ weights
+    best = int(losses.argmin())
+    return lines[best], float(losses[best])
+
+
+def _refine(
+    line: Float64s, x: Float64s, y: Float64s, weights: Float64s, with_intercept: bool
+) -> tuple[Float64s, float]:
+    """Weighted least squares around a line, of relative residuals, without what lies far off."""
+    predicted = line[0] + line[1] * x
+    residuals = y / predicted - 1
+    scale = max(1.4826 * _weighted_median(np.abs(residuals), weights), 1e-9)
+    u = np.clip(np.abs(residuals) / (7.0 * scale), 0, 1)
+    w = weights * (1 - u**2) ** 2
+    rows = np.column_stack([np.ones(len(x)), x])[:, not with_intercept :] / predicted[:, None]
+    target = y / predicted
+    inverse = np.linalg.pinv(rows.T @ (rows * w[:, None]))
+    solution = inverse @ (rows.T @ (w * target))
+    if solution.min() <= 0:
+        return line, math.inf
+    # the weights count samples and are no precisions: hence the sandwich, with leverages (HC3)
+    leverage = np.einsum("ij,jk,ik,i->i", rows, inverse, rows, w)
+    if leverage.max() > 1 - 1e-9:
+        return line, math.inf
+    scores = rows * (w * (target - rows @ solution) / (1 - leverage))[:, None]
+    error = math.sqrt((inverse @ scores.T @ scores @ inverse)[-1, -1])
+    fitted = solution if with_intercept else np.array([0.0, solution[0]])
+    return fitted, error
+
+
+def _weighted_median(numbers: Float64s, weights: Float64s) -> float:
+    order = np.argsort(numbers)
+    reached = np.cumsum(weights[order])
+    return float(numbers[order[np.searchsorted(reached, reached[-1] / 2)]])

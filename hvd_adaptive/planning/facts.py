@@ -1,0 +1,89 @@
+"""What planners are told: of every step, and of the moment at which a plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Float64s", "Int64s", "Need", "Options", "StepFacts", "Transfer"]
+
+Float64s: TypeAlias = npt.NDArray[np.float64]
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+
+class Options:
+    """Base of all options, which are combined by inheritance: each class checks its own fields."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field is out of range; then let the next class check."""
+
+
+class Need(Enum):
+    """Something that must be measured because a planner asks for it."""
+
+    ERRORS = "errors"
+    """``Table.errors`` when a plan is made."""
+    GAINS = "gains"
+    """``StepFacts.gains`` for ``Planner.factors``, and ``seconds`` and ``factor``, every step."""
+    GAINS_FIRST = "gains first"
+    """This step's gains before it is sent: observe them alone, plan if due, send, observe the rest."""
+    ENERGY = "energy"
+    """``StepFacts.energy`` every step."""
+    LEARNING_RATE = "learning rate"
+    """``StepFacts.learning_rate`` every step."""
+    TRANSFERS = "transfers"
+    """``StepFacts.transfers`` and ``compute_seconds`` every step."""
+    BUCKETS = "buckets"
+    """``StepFacts.bucket_bytes`` and ``sync_seconds`` every step, ``Facts.buckets`` at a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective: what this rank gave to it, and how long it took from start to end.
+
+    Args:
+        nbytes: payload in bytes, above 0.
+        seconds: above 0.
+        direction: where two directions are measured apart: any two names.
+    """
+
+    nbytes: float
+    seconds: float
+    direction: str = "up"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepFacts:
+    """One step, as seen by the rank that plans. What was not measured is left out.
+
+    Args:
+        step: its number.
+        seconds: from one step's start to the next one's.
+        compute_seconds: of forward and backward pass.
+        samples: training samples that all ranks together consumed.
+        factor: :attr:`Decision.factor` of the plan that it ran under.
+        gains: by compression factor, ``|C(x)|^2 / |x|^2`` of the whole model, mean over the ranks.
+        energy: ``float64[L]``: squared L2 norm of each layer's gradient (without what feedback adds),
+            mean over the ranks.
+        learning_rate: of the optimizer.
+        transfers: its collectives.
+        bucket_bytes: ``float64[B]``: payload of each bucket.
+        sync_seconds: from the start of its first collective to the end of the last.
+    """
+
+    step: int
+    seconds: float | None = None
+    compute_seconds: float | None = None
+    samples: float = 1.0
+    factor: float = 1.0
+    gains: Mapping[float, float] = field(default_factory=dict)
+    energy: Float64s | None = None
+    learning_rate: float | None = None
+    transfers: Sequence[Transfer] = ()
+    bucket_bytes: Float64s | None = None
+    sync_seconds: float | None = None

@@ -1,0 +1,429 @@
+"""A planner is a budget times an allocator; recipes name the usual ones.
+
+How a planner is driven, on the rank that plans, between steps::
+
+    planner = parse("lgreco:period=200").planner(ranks=16)
+    for step in ...:
+        planner.observe(StepFacts(step, ...))        # what planner.needs asks for
+        if planner.due(step):
+            decision = planner.plan(Facts(step, table))
+            ...                                      # all ranks switch to decision.levels together
+
+* ``planner.needs`` says what must be measured (see :class:`~hvd_adaptive.planning.facts.Need`) and
+  ``planner.factors`` the compression factors whose gains are wanted now.
+* A :class:`~hvd_adaptive.planning.allocators.Table` holds the candidates of the layers that may be
+  compressed; ``Decision.levels`` has one index for each of them, or ``DENSE``.
+* Until the first decision all layers travel dense, or at their default: as the caller likes.
+* :meth:`Planner.plan` may run beside the training: it holds no lock but gives up the GIL in its long
+  loops. Only ``plan`` and ``observe`` must not run at the same time.
+* Nothing here depends on clocks or on chance: the same facts give the same decisions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import numpy as np
+
+from hvd_adaptive import specs
+from hvd_adaptive.planning.allocators import (
+    DENSE,
+    Allocator,
+    Allowance,
+    AsGiven,
+    KMeans,
+    MinCostKnapsack,
+    MinErrorKnapsack,
+    Table,
+    Uniform,
+)
+from hvd_adaptive.planning.budgets import (
+    Bandwidth,
+    Budget,
+    BudgetOptions,
+    Regimes,
+    Static,
+    Throughput,
+)
+from hvd_adaptive.planning.costs import OnlineCosts, random_plans
+from hvd_adaptive.planning.facts import Float64s, Int64s, Need, Options, StepFacts
+from hvd_adaptive.planning.knapsack import Infeasible
+
+__all__ = [
+    "CGX",
+    "REGISTRY",
+    "Accordion",
+    "AccordionLGreCo",
+    "Decision",
+    "Facts",
+    "GraVAC",
+    "GraVACLGreCo",
+    "Kimad",
+    "KimadPlus",
+    "LGreCo",
+    "LGreCoTime",
+    "Planner",
+    "Recipe",
+    "format_recipe",
+    "parse",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts:
+    """What is known when a plan is made.
+
+    Args:
+        step: after which it is made.
+        table: candidates of the layers; its errors only where ``Need.ERRORS`` is needed.
+        buckets: ``int64[L]``: bucket of each layer, in the order in which buckets travel.
+    """
+
+    step: int
+    table: Table
+    buckets: Int64s | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What the layers do from now on.
+
+    Args:
+        levels: ``int64[L]``: the index of each layer's candidate, or ``DENSE``.
+        factor: nominal compression factor, where the budget goes by factors; else 1.
+        report: figures: bytes, error, their bounds, and the budget's own.
+        reasons: why, in words.
+    """
+
+    levels: Int64s
+    factor: float = 1.0
+    report: dict[str, float] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pricing(Options):
+    """What a byte costs in each layer.
+
+    Args:
+        prices: ``bytes`` (all cost the same), ``time`` (seconds a byte of the layer's bucket), or
+            ``linear`` (the number of its bucket, from 1).
+        trials: random plans that are tried first, to learn the times.
+        trial_steps: steps of each; the first five are not counted.
+    """
+
+    prices: str = "bytes"
+    trials: int = 0
+    trial_steps: int = 55
+
+    def __post_init__(self) -> None:
+        if self.prices not in ("bytes", "time", "linear"):
+            raise ValueError(f"prices={self.prices!r} is not one of bytes, time, linear")
+        if self.trials < 0 or self.trial_steps <= _SETTLING:
+            raise ValueError(
+                f"trials={self.trials} must be at least 0 and trial_steps={self.trial_steps} above "
+                f"{_SETTLING}"
+            )
+        super().__post_init__()
+
+
+_SETTLING = 5
+"""Steps after a switch whose times are not used."""
+
+
+@final
+class Planner:
+    """Budget x allocator: one decision every ``period`` steps, and whenever the budget is urgent.
+
+    Args:
+        budget: how much.
+        allocator: shared out how.
+        period: steps between decisions; 0 decides only when the budget is urgent.
+        pricing: of bytes.
+
+    Raises:
+        ValueError: a negative period.
+
+    Example:
+        >>> table = Table.of("ab", [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2, [0, 1], [32] * 2)
+        >>> planner = parse("lgreco:period=200").planner()
+        >>> planner.due(0), sorted(need.value for need in planner.needs)
+        (True, ['errors'])
+        >>> decision = planner.plan(Facts(0, table))
+        >>> decision.levels.tolist(), decision.report["bytes"], planner.due(199), planner.due(200)
+        ([0, 1], 12.0, False, True)
+    """
+
+    def __init__(
+        self, budget: Budget, allocator: Allocator, *, period: int = 500, pricing: Pricing | None = None
+    ) -> None:
+        if period < 0:
+            raise ValueError(f"period={period}: write a number of steps, or 0")
+        self.budget = budget
+        self.allocator = allocator
+        self._period = period
+        self._pricing = pricing or Pricing()
+        self._costs = OnlineCosts()
+        self._last: int | None = None
+        self._next = 0
+        self._trial = 0
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What must be measured."""
+        buckets = {Need.BUCKETS} if self._pricing.prices != "bytes" or self._pricing.trials else set()
+        return self.budget.needs | self.allocator.allocator_needs | buckets
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Compression factors whose gains are wanted now."""
+        return self.budget.factors
+
+    def observe(self, facts: StepFacts) -> None:
+        """Learn from a step. Cost: O(layers + buckets^2)."""
+        self.budget.observe(facts)
+        if facts.bucket_bytes is None or facts.sync_seconds is None:
+            return
+        if self._last is None or facts.step > self._last + _SETTLING:
+            self._costs.observe(facts.bucket_bytes, facts.sync_seconds)
+
+    def due(self, step: int) -> bool:
+        """Whether to plan after this step."""
+        if self._trial < self._pricing.trials:
+            return step >= self._next
+        regular = self._period > 0 and step >= self._next
+        return (regular or self.budget.urgent) and self.budget.ready
+
+    def plan(self, facts: Facts) -> Decision:
+        """Decide. Cost: that of the allocator; some 30 ms for 161 layers of 100 candidates.
+
+        Raises:
+            ValueError: facts that are missing or do not fit the layers.
+        """
+        self._last = facts.step
+        if self._trial < self._pricing.trials:
+            return self._try(facts)
+        self._next = facts.step + self._period
+        table, reasons = self._priced(facts)
+        allowed = self.budget.allow(table)
+        levels, shortfall, why = self._allocate(table, allowed)
+        report = {
+            "bytes": table.bytes(levels),
+            "error": table.error(levels),
+            "dense_bytes": table.bytes(table.all_dense()),
+            "max_error": allowed.max_error,
+            "max_bytes": allowed.max_bytes,
+            "shortfall": shortfall,
+            **self.budget.report(),
+        }
+        return Decision(levels, self.budget.factor, report, (*reasons, *why))
+
+    def _allocate(self, table: Table, allowed: Allowance) -> tuple[Int64s, float, tuple[str, ...]]:
+        """Levels, by how much the bound is missed, and why."""
+        dense = table.all_dense()
+        reference = allowed.reference
+        if reference is not None and (reference == DENSE).all():
+            return dense, 0.0, ("the budget asks for dense",)
+        if reference is None and table.bytes(dense) <= allowed.max_bytes:
+            return dense, 0.0, ("dense fits",)
+        try:
+            return self.allocator.allocate(table, allowed), 0.0, ()
+        except Infeasible as reason:
+            if reference is not None:
+                return reference, 0.0, (f"the reference stays: {reason}",)
+            cheapest = table.cheapest()
+            missing = table.bytes(cheapest) - allowed.max_bytes
+            return cheapest, max(0.0, missing), (f"as compressed as can be: {reason}",)
+
+    def _priced(self, facts: Facts) -> tuple[Table, tuple[str, ...]]:
+        prices = self._pricing.prices
+        if prices == "bytes":
+            return facts.table, ()
+        buckets = _buckets_of(facts)
+        if prices == "linear":
+            return replace(facts.table, weights=(buckets + 1).astype(np.float64)), ()
+        costs = self._costs.fit()
+        if costs is None or len(costs.coefficients) <= buckets.max(initial=0):
+            return facts.table, ("bytes count: no times of these buckets yet",)
+        weights: Float64s = costs.coefficients[buckets]
+        if not weights.any():
+            return facts.table, ("bytes count: the times do not depend on them",)
+        return replace(facts.table, weights=weights), (f"times of buckets explain {costs.r2:.3f}",)
+
+    def _try(self, facts: Facts) -> Decision:
+        """One plan of the experiment."""
+        counts = [len(row) for row in facts.table.sizes]
+        levels = next(random_plans(counts, _buckets_of(facts).tolist(), start=self._trial))
+        self._trial += 1
+        self._next = facts.step + self._pricing.trial_steps
+        reason = f"random plan {self._trial} of {self._pricing.trials}, to learn what buckets cost"
+        return Decision(levels, report={"bytes": facts.table.bytes(levels)}, reasons=(reason,))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the steps taught, as JSON."""
+        return {
+            "budget": self.budget.state_dict(),
+            "costs": self._costs.state_dict(),
+            "last": self._last,
+            "next": self._next,
+            "trial": self._trial,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of a planner with the same options."""
+        self.budget.load_state_dict(state["budget"])
+        self._costs.load_state_dict(state["costs"])
+        self._last = state["last"]
+        self._next, self._trial = int(state["next"]), int(state["trial"])
+
+
+def _buckets_of(facts: Facts) -> Int64s:
+    if facts.buckets is None or len(facts.buckets) != len(facts.table.names):
+        raise ValueError("this planner needs the bucket of every layer: Facts(step, table, buckets)")
+    return np.asarray(facts.buckets, dtype=np.int64)
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe(BudgetOptions, Allocator, ABC):
+    """A budget and an allocator under one name, with the options of both.
+
+    Args:
+        period: steps between plans; 0 plans only when the budget asks for it.
+    """
+
+    period: int = 500
+
+    def __post_init__(self) -> None:
+        if self.period < 0:
+            raise ValueError(f"period={self.period}: write a number of steps, or 0")
+        super().__post_init__()
+
+    @final
+    def planner(self, ranks: int = 1) -> Planner:
+        """A planner at its start, for a training on so many ranks."""
+        pricing = self if isinstance(self, Pricing) else None
+        return Planner(self.budget(ranks), self, period=self.period, pricing=pricing)
+
+
+@dataclass(frozen=True)
+class LGreCo(Static, MinCostKnapsack, Pricing, Recipe):
+    """``lgreco``: the fewest bytes that lose no more than the defaults do.
+
+    Options: those of :class:`Static`, :class:`MinCostKnapsack`, :class:`Pricing` and :class:`Recipe`.
+    """
+
+
+@dataclass(frozen=True)
+class LGreCoTime(LGreCo):
+    """``lgreco-time``: as :class:`LGreCo`, but the least time, as far as buckets' times are known."""
+
+    prices: str = "time"
+
+
+@dataclass(frozen=True)
+class Kimad(Bandwidth, Uniform, Recipe):
+    """``kimad``: the most faithful label for all layers that keeps a step's time.
+
+    Options: those of :class:`Bandwidth` and :class:`Recipe`; ``seconds`` must be given.
+    """
+
+    period: int = 10
+
+
+@dataclass(frozen=True)
+class KimadPlus(Bandwidth, MinErrorKnapsack, Recipe):
+    """``kimad+``: the least error that keeps a step's time.
+
+    Options: those of :class:`Bandwidth`, :class:`MinErrorKnapsack` and :class:`Recipe`; ``seconds``
+    must be given.
+    """
+
+    period: int = 50
+
+
+@dataclass(frozen=True)
+class GraVAC(Throughput, AsGiven, Recipe):
+    """``gravac``: the compression factor that gains most a second, for all layers.
+
+    Options: those of :class:`Throughput` and :class:`Recipe`.
+    """
+
+    period: int = 0
+
+
+@dataclass(frozen=True)
+class Accordion(Regimes, AsGiven, Recipe):
+    """``accordion``: little compression for layers in a critical regime, much for the others.
+
+    Options: those of :class:`Regimes` and :class:`Recipe`.
+    """
+
+
+@dataclass(frozen=True)
+class AccordionLGreCo(Regimes, MinCostKnapsack, Pricing, Recipe):
+    """``accordion+lgreco``: the fewest bytes that lose no more than Accordion's levels do.
+
+    Options: those of :class:`Regimes`, :class:`MinCostKnapsack`, :class:`Pricing` and :class:`Recipe`.
+    Source: L-GreCo, section 5.3.
+    """
+
+
+@dataclass(frozen=True)
+class GraVACLGreCo(Throughput, MinCostKnapsack, Pricing, Recipe):
+    """``gravac+lgreco``: the fewest bytes that lose no more than GraVAC's factor does.
+
+    Options: those of :class:`Throughput`, :class:`MinCostKnapsack`, :class:`Pricing`, :class:`Recipe`.
+    """
+
+
+@dataclass(frozen=True)
+class CGX(Static, KMeans, Recipe):
+    """``cgx``: one level for every cluster of layers, with no more error than the defaults.
+
+    Options: those of :class:`KMeans` and :class:`Recipe`.
+    """
+
+
+REGISTRY: dict[str, type[Recipe]] = {
+    "lgreco": LGreCo,
+    "lgreco-time": LGreCoTime,
+    "kimad": Kimad,
+    "kimad+": KimadPlus,
+    "gravac": GraVAC,
+    "accordion": Accordion,
+    "accordion+lgreco": AccordionLGreCo,
+    "gravac+lgreco": GraVACLGreCo,
+    "cgx": CGX,
+}
+"""Recipes by name; add a row for one of your own."""
+
+
+def parse(planner: str | Recipe) -> Recipe:
+    """Read a recipe from text.
+
+    Raises:
+        ValueError: unknown name or option, or a value that does not fit; the message lists what is
+            valid.
+
+    Example:
+        >>> parse("accordion+lgreco:period=200,low=4").low
+        4.0
+    """
+    return planner if isinstance(planner, Recipe) else specs.read("planner", REGISTRY, planner)
+
+
+def format_recipe(recipe: Recipe) -> str:
+    """The text of which :func:`parse` makes an equal recipe.
+
+    Example:
+        >>> format_recipe(LGreCo(period=200))
+        'lgreco:period=200'
+    """
+    name = next(name for name, member in REGISTRY.items() if member is type(recipe))
+    return specs.write(name, recipe, defaults=False)

@@ -1,0 +1,221 @@
+"""Planners over real ranks: all ranks switch together, whatever the gradients hold."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+from workloads import make_model, ours, set_gradients
+
+import hvd_adaptive as hva
+from hvd_adaptive.pilot import LAG
+
+RECIPES = {
+    "lgreco": "lgreco:period=8",
+    "lgreco-time": "lgreco-time:period=8,trials=3,trial_steps=7",
+    "kimad": "kimad:period=4,seconds=0.05",
+    "kimad+": "kimad+:period=4,seconds=0.05",
+    "gravac": "gravac:window=6,epsilon=0.05",
+    "gravac exact": "gravac:window=6,epsilon=0.05,exact=true",
+    "accordion": "accordion:period=8",
+    "accordion+lgreco": "accordion+lgreco:period=8",
+    "gravac+lgreco": "gravac+lgreco:window=6,epsilon=0.05",
+    "cgx": "cgx:period=8",
+}
+SHAPES = {"wide": (64, 128), "tall": (3000, 4), "conv": (32, 16, 3, 3), "bias": (64,)}
+STEPS = 40
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def gradients(step: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """Layers of very different spectra, and noise of each rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + hvd.rank())
+    out = {}
+    for power, (name, shape) in enumerate(SHAPES.items(), start=1):
+        noise = torch.randn(shape, generator=generator)
+        out[name] = scale * noise.sign() * noise.abs() ** power
+    return out
+
+
+def make(planner: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = make_model(Layers)
+    options = {"compression": "topk:density=0.05", **options}
+    optimizer = ours(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        planner=planner,
+        **options,
+    )
+    return model, optimizer
+
+
+def run(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range = range(STEPS),
+    of: Callable[[int], dict[str, Tensor]] = gradients,
+) -> list[str]:
+    """Train; the digest of the plan after every step."""
+    digests = []
+    for step in steps:
+        optimizer.zero_grad()
+        set_gradients(model, of(step))
+        optimizer.step()
+        digests.append(optimizer.plan.digest)
+    return digests
+
+
+def assert_same_on_all_ranks(value: Any) -> None:
+    assert hvd.allgather_object(value) == [value] * hvd.size()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_ranks_hold_the_same(model: nn.Module) -> None:
+    for mine, first in zip(weights(model), hvd.broadcast_object(weights(model), 0), strict=True):
+        assert torch.equal(mine, first)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_ranks_hold_the_same_plans_at_every_step(name: str) -> None:
+    model, optimizer = make(RECIPES[name])
+    digests = run(model, optimizer)
+    assert_same_on_all_ranks(digests)
+    assert_ranks_hold_the_same(model)
+    # before the first plan, and with it
+    assert len(set(digests)) > 1, "nothing was ever decided"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_rank_of_zeros_a_slow_rank_and_a_layer_without_gradients(name: str) -> None:
+    def of(step: int) -> dict[str, Tensor]:
+        found = gradients(step, scale=0.0 if hvd.rank() == 0 else 1.0)
+        if hvd.rank() == hvd.size() - 1 and step % 4 == 0:
+            time.sleep(0.02)
+        del found["conv"]
+        return found
+
+    model, optimizer = make(RECIPES[name])
+    assert_same_on_all_ranks(run(model, optimizer, of=of))
+    assert_ranks_hold_the_same(model)
+
+
+@pytest.mark.parametrize("name", ["lgreco", "gravac", "accordion+lgreco"])
+def test_what_is_not_finite_on_one_rank_does_not_stop_planning(name: str) -> None:
+    def of(step: int) -> dict[str, Tensor]:
+        found = gradients(step)
+        if hvd.rank() == 0 and step < 20:
+            found["wide"][0, 0] = torch.nan
+        return found
+
+    _, optimizer = make(RECIPES[name])
+    assert_same_on_all_ranks(run(*(_, optimizer), of=of))
+
+
+def test_lgreco_sends_less_and_loses_no_more() -> None:
+    model, optimizer = make("lgreco:period=8")
+    run(model, optimizer, range(1))
+    uniform = {row.layer: row for row in optimizer.plan}
+    run(model, optimizer)
+    rows = {row.layer: row for row in optimizer.plan}
+    assert optimizer.plan.wire_bytes < 0.9 * sum(row.wire_bytes for row in uniform.values())
+    lost, allowed = 0.0, 0.0
+    for step in range(100, 110):
+        for name, grad in gradients(step).items():
+            if rows[name].compressor != "none":
+                compressor = hva.compressors.parse(rows[name].compressor)
+                levels = [rows[name].level, uniform[name].level]
+                mine, reference = compressor.errors(grad.flatten(), levels, shape=SHAPES[name])
+                lost, allowed = lost + mine, allowed + reference
+    # other gradients than those that were planned with
+    assert lost < 1.1 * allowed
+
+
+def test_a_plan_takes_effect_a_fixed_number_of_steps_after_its_trigger() -> None:
+    digests = run(*make("lgreco:period=8"))
+    pairs = enumerate(itertools.pairwise(digests), start=1)
+    changes = [step for step, (before, after) in pairs if before != after]
+    assert changes, digests
+    assert run(*make("lgreco:period=8")) == digests
+    assert changes[0] >= LAG
+
+
+def test_a_planner_that_fails_stops_all_ranks_with_its_message(monkeypatch: Any) -> None:
+    from hvd_adaptive.planning import Planner
+
+    def fail(self: Planner, facts: Any) -> Any:
+        raise ZeroDivisionError("nothing to divide")
+
+    monkeypatch.setattr(Planner, "plan", fail)
+    model, optimizer = make("lgreco:period=8")
+    with pytest.raises(RuntimeError, match="planner failed on the first rank: ZeroDivisionError"):
+        run(model, optimizer)
+
+
+def test_a_planner_that_is_late_delays_the_switch_and_no_step(monkeypatch: Any) -> None:
+    from hvd_adaptive.planning import Planner
+
+    plan = Planner.plan
+
+    def slowly(self: Planner, facts: Any) -> Any:
+        time.sleep(2.0)
+        return plan(self, facts)
+
+    monkeypatch.setattr(Planner, "plan", slowly)
+    model, optimizer = make("lgreco:period=8")
+    longest, first_change = 0.0, 0
+    before = ""
+    for step in range(10_000):
+        start = time.perf_counter()
+        (digest,) = run(model, optimizer, range(step, step + 1))
+        longest = max(longest, time.perf_counter() - start) if step > 3 else 0.0
+        if step > 3 and digest != before:
+            first_change = step
+            break
+        before = digest
+    assert_same_on_all_ranks(first_change)
+    assert first_change > LAG
+    assert longest < 1.0
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["lgreco", "cgx"])
+@pytest.mark.parametrize("at", [9, 11, 14, 20])
+def test_a_resumed_run_plans_as_one_that_never_stopped(name: str, at: int) -> None:
+    model, optimizer = make(RECIPES[name])
+    whole = run(model, optimizer)
+    first_model, first = make(RECIPES[name])
+    run(first_model, first, range(at))
+    state = first.compression_state_dict()
+    resumed_model, resumed = make(RECIPES[name])
+    resumed_model.load_state_dict(first_model.state_dict())
+    resumed.load_compression_state_dict(state)
+    run(resumed_model, resumed, range(at, STEPS))
+    levels = [(row.layer, row.compressor, row.level) for row in optimizer.plan]
+    assert [(row.layer, row.compressor, row.level) for row in resumed.plan] == levels
+    for mine, other in zip(weights(model), weights(resumed_model), strict=True):
+        assert torch.equal(mine, other)
+    assert len(set(whole)) > 2
+
+
+def test_a_hybrid_plan_chooses_among_compressors() -> None:
+    model, optimizer = make(
+        "kimad+:period=4,seconds=0.05", candidates=["qsgd:bits=4", "powersgd:rank=2"]
+    )
+    assert_same_on_all_ranks(run(model, optimizer))
+    assert_ranks_hold_the_same(model)

@@ -1,0 +1,372 @@
+"""Budgets: hand-computed traces, the papers' own figures, and states that can be taken up again."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_adaptive.planning.allocators import DENSE, Table
+from hvd_adaptive.planning.budgets import (
+    Bandwidth,
+    Budget,
+    BudgetOptions,
+    Regimes,
+    Static,
+    Throughput,
+)
+from hvd_adaptive.planning.facts import Need, StepFacts, Transfer
+
+FACTORS = [10, 20, 40, 80, 160, 320, 640, 1000, 1280, 2000]
+
+
+def table(layers: int = 2) -> Table:
+    """Top-k at each factor; the default is 40."""
+    return Table.of(
+        [f"layer{index}" for index in range(layers)],
+        [[1 - 1 / factor for factor in FACTORS]] * layers,
+        [[8000 / factor for factor in FACTORS]] * layers,
+        [[f"{factor}x" for factor in FACTORS]] * layers,
+        [2] * layers,
+        [4000] * layers,
+        factors=[FACTORS] * layers,
+    )
+
+
+def reference(budget: Budget) -> list[int]:
+    found = budget.allow(table()).reference
+    assert found is not None
+    return found.tolist()
+
+
+# --- static ---------------------------------------------------------------------------------------
+
+
+def test_the_static_budget_is_what_the_defaults_lose_and_send() -> None:
+    allowed = Static().budget().allow(table())
+    assert allowed.max_error == 2 * (1 - 1 / 40)
+    assert allowed.max_bytes == 400
+    assert Static().budget().needs == frozenset()
+
+
+# --- bandwidth ------------------------------------------------------------------------------------
+
+
+def transfers(step: int, rate: float, latency: float, direction: str = "up") -> list[Transfer]:
+    sizes = [1000.0 * (1 + (step + part) % 5) for part in range(3)]
+    return [Transfer(size, latency + size / rate, direction) for size in sizes]
+
+
+def test_bytes_are_what_the_network_carries_in_the_time_that_is_left() -> None:
+    budget = Bandwidth(seconds=0.5, warmup=5).budget()
+    for step in range(5):
+        assert not budget.ready
+        # a slow step in the warm-up is an outlier; what comes after it does not count
+        computing = 3.0 if step == 2 else 0.1
+        budget.observe(StepFacts(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.01)))
+    assert budget.ready
+    budget.observe(StepFacts(5, compute_seconds=9.0, transfers=transfers(5, 1e6, 0.01)))
+    # three collectives of 10 ms each leave 0.37 s
+    assert budget.allow(table()).max_bytes == pytest.approx(0.37e6, rel=1e-6)
+    assert budget.report()["bandwidth_up"] == pytest.approx(1e6, rel=1e-6)
+    assert budget.report()["compute_seconds"] == pytest.approx(0.1)
+
+
+def test_two_directions_share_the_time() -> None:
+    budget = Bandwidth(seconds=0.6, warmup=1).budget()
+    for step in range(4):
+        up, down = transfers(step, 1e6, 0.0), transfers(step, 4e6, 0.0, "down")
+        budget.observe(StepFacts(step, compute_seconds=0.1, transfers=[*up, *down]))
+    assert budget.allow(table()).max_bytes == pytest.approx(0.5 / (1e-6 + 0.25e-6), rel=1e-6)
+
+
+def test_the_budget_follows_the_bandwidth() -> None:
+    budget = Bandwidth(seconds=0.5, warmup=1).budget()
+    granted = []
+    for step in range(60):
+        rate = 1e6 if (step // 20) % 2 == 0 else 1e5
+        budget.observe(StepFacts(step, compute_seconds=0.0, transfers=transfers(step, rate, 0.0)))
+        if step % 20 == 19:
+            granted.append(budget.allow(table()).max_bytes)
+    assert granted == pytest.approx([5e5, 5e4, 5e5], rel=0.01)
+
+
+def test_caution_asks_for_less() -> None:
+    granted = []
+    for caution in (0.0, 2.0):
+        budget, rng = (
+            Bandwidth(seconds=1.0, warmup=1, caution=caution).budget(),
+            np.random.default_rng(0),
+        )
+        for step in range(10):
+            noisy = [
+                Transfer(each.nbytes, each.seconds * rng.uniform(0.8, 1.2))
+                for each in transfers(step, 1e6, 0.0)
+            ]
+            budget.observe(StepFacts(step, compute_seconds=0.1, transfers=noisy))
+        granted.append(budget.allow(table()).max_bytes)
+    assert 0.8 * granted[0] < granted[1] < 0.99 * granted[0]
+
+
+def test_computing_longer_than_the_budget_leaves_no_bytes() -> None:
+    budget = Bandwidth(seconds=0.5, warmup=1).budget()
+    budget.observe(StepFacts(0, compute_seconds=0.7, transfers=transfers(0, 1e6, 0.0)))
+    assert budget.allow(table()).max_bytes == 0
+
+
+# --- GraVAC ---------------------------------------------------------------------------------------
+
+
+def gains(budget: Budget, values: dict[float, float]) -> dict[float, float]:
+    return {theta: values[theta] for theta in budget.factors}
+
+
+def test_the_candidates_are_the_papers() -> None:
+    for policy, end, expected in (
+        ("exponential", 1000, [20, 40, 160, 1000, 1000]),
+        ("geometric", 2000, [20, 40, 80, 160, 320, 640, 1280, 2000, 2000]),
+    ):
+        options = Throughput(theta_min=10, theta_max=end, policy=policy)
+        theta, found = 10.0, []
+        for _ in expected:
+            theta = options.after(theta)
+            found.append(theta)
+        assert found == expected
+
+
+def test_the_papers_resnet_stays_at_1280() -> None:
+    """Section IV-B2: windows of 2,000 steps; 1029.9 at 1280x and 1035.4 at 2000x are within 1 %.
+
+    After eight windows, at step 16,000, the search is over.
+    """
+    window = 20  # hundredth of the paper's
+    budget = Throughput(theta_min=10, theta_max=2000, window=window, policy="geometric").budget(32)
+    candidates = [20, 40, 80, 160, 320, 640, 1280, 2000]
+    gain = dict(zip([10, *candidates], np.linspace(0.98, 0.80, 9).tolist(), strict=True))
+    wanted = dict(
+        zip([10, *candidates], [200, 330, 450, 560, 680, 790, 900, 1029.9, 1035.4], strict=True)
+    )
+    wanted[1] = 50
+    gain[1] = 1.0
+    sent = []
+    for step in range(10 * window):
+        factor = budget.factor
+        sent.append(factor)
+        seconds = 1024 * gain[factor] / wanted[factor]
+        facts = StepFacts(step, seconds=seconds, samples=1024, factor=factor, gains=gains(budget, gain))
+        budget.observe(facts)
+    # the first step of a candidate has no history: the smallest factor, and dense at the very first
+    for index, candidate in enumerate(candidates):
+        tried = sent[index * window : (index + 1) * window]
+        assert tried == [1.0 if index == 0 else 10.0] + [candidate] * (window - 1)
+    assert sent[8 * window :] == [1280.0] * (2 * window)
+    report = budget.report()
+    assert report["ideal"] == 1280
+    assert report["throughput_1280x"] == pytest.approx(1029.9)
+    assert report["throughput_2000x"] == pytest.approx(1035.4)
+    assert report["theta_min"] == 10
+
+
+def test_a_trace_by_hand() -> None:
+    """Four ranks: a new value weighs 0.04; epsilon 0.8; windows of 3; exponential to 160."""
+    budget = Throughput(theta_min=10, theta_max=160, epsilon=0.8, window=3).budget(4)
+    rows: list[tuple[dict[float, float], float, float, tuple[float, ...]]] = [
+        # gains of the step, its seconds, the factor for the next step, the factors of the next step
+        ({10: 0.90, 20: 0.82}, 1.0, 20.0, (10, 20)),
+        # EWMA of 20x: 0.82 + 0.04 (0.30 - 0.82) = 0.7992 < 0.8 <= 0.90
+        ({10: 0.90, 20: 0.30}, 0.5, 10.0, (10, 20)),
+        # 10x: 0.90 - 0.04 * 0.9 = 0.864; 20x: 0.7992 + 0.04 * 0.2008 = 0.807232: next, 40x is unknown
+        ({10: 0.00, 20: 1.00}, 0.8, 10.0, (10, 40)),
+        # 10x: 0.86944; 40x: 0.862: within 1 % of it, but a window is not over
+        ({10: 1.00, 40: 0.862}, 0.8, 40.0, (10, 40)),
+        ({10: 0.86944, 40: 0.862}, 0.4, 40.0, (10, 40)),
+        # the window's end: |0.86944 - 0.862| / 0.86944 = 0.86 % <= 1 %: 40x is the smallest now
+        ({10: 0.86944, 40: 0.862}, 0.4, 40.0, (40, 160)),
+        # 40x falls below epsilon, 160x is below: dense
+        ({40: -1.0, 160: 0.5}, 0.4, 1.0, (40, 160)),
+    ]
+    factor = budget.factor
+    assert (factor, budget.factors) == (1.0, (10.0, 20.0))
+    for step, (measured, seconds, expected, factors) in enumerate(rows):
+        budget.observe(StepFacts(step, seconds=seconds, samples=8, factor=factor, gains=measured))
+        factor = budget.factor
+        assert factor == expected, step
+        assert budget.factors == factors, step
+    report = budget.report()
+    # gains: 10x as above; 40x 0.862 + 0.04 (-1.862) = 0.78752
+    assert report["gain_10x"] == pytest.approx(0.86944)
+    assert report["gain_20x"] == pytest.approx(0.807232)
+    assert report["gain_40x"] == pytest.approx(0.78752)
+    assert report["gain_160x"] == 0.5
+    # 8 samples: dense 8 / 1; 20x 8 / 0.5 * 0.7992 = 12.7872; 10x first 8 / 0.8 * 0.864 = 8.64, then
+    # 8.64 + 0.04 (8 / 0.8 * 0.86944 - 8.64) = 8.642176
+    assert report["throughput_1x"] == 8.0
+    assert report["throughput_20x"] == pytest.approx(12.7872)
+    assert report["throughput_10x"] == pytest.approx(8.642176)
+    # 40x: 8 / 0.4 * 0.862 = 17.24 twice, then of 15.7504: 17.24 + 0.04 (15.7504 - 17.24)
+    assert report["throughput_40x"] == pytest.approx(17.180416)
+    assert report["ideal"] == 0
+
+
+def test_the_exact_order_decides_with_the_gains_of_the_step_itself() -> None:
+    options = Throughput(theta_min=10, window=100, exact=True)
+    budget = options.budget(100)  # no smoothing
+    assert budget.needs == {Need.GAINS, Need.GAINS_FIRST}
+    assert Throughput().budget().needs == {Need.GAINS}
+    for step, measured, expected in (
+        (0, {10.0: 0.9, 20.0: 0.8}, 20.0),
+        (1, {10.0: 0.9, 20.0: 0.6}, 10.0),
+        (2, {10.0: 0.6, 20.0: 0.5}, 1.0),
+    ):
+        budget.observe(StepFacts(step, gains=measured))
+        assert budget.factor == expected
+        budget.observe(StepFacts(step, seconds=1.0, samples=10, factor=expected))
+    report = budget.report()
+    # each with the gain of its own step
+    assert (report["throughput_20x"], report["throughput_10x"]) == (8.0, 9.0)
+    assert report["throughput_1x"] == 10.0
+
+
+def test_compression_that_gains_nothing_ends_dense() -> None:
+    budget = Throughput(theta_min=10, window=2, epsilon=0.5).budget(100)
+    for step in range(4):
+        measured = dict.fromkeys(budget.factors, 0.995)
+        budget.observe(StepFacts(step, seconds=1.0, factor=budget.factor, gains=measured))
+    assert budget.report()["ideal"] == 1
+    assert (budget.factor, budget.factors) == (1.0, ())
+    assert reference(budget) == [DENSE, DENSE]
+
+
+def test_a_plan_is_urgent_when_the_factor_has_changed() -> None:
+    budget = Throughput(theta_min=10).budget(100)
+    assert not budget.urgent
+    budget.observe(StepFacts(0, gains={10.0: 0.9, 20.0: 0.8}))
+    assert budget.urgent
+    assert reference(budget) == [1, 1]
+    assert not budget.urgent
+    budget.observe(StepFacts(1, gains={10.0: math.nan, 20.0: math.nan}))  # says nothing
+    assert not budget.urgent
+    budget.observe(StepFacts(1, gains={10.0: 0.9, 20.0: 0.1}))
+    assert budget.urgent
+    assert reference(budget) == [0, 0]
+
+
+def test_steps_of_a_candidate_that_is_gone_are_not_counted_for_another() -> None:
+    budget = Throughput(theta_min=10, window=1).budget(100)
+    budget.observe(StepFacts(0, seconds=1.0, gains={10.0: 0.9, 20.0: 0.8}))
+    budget.observe(StepFacts(1, seconds=0.1, factor=20.0))  # late: 40 is tried now
+    assert set(budget.report()) >= {"throughput_1x"}
+    assert "throughput_20x" not in budget.report()
+
+
+# --- Accordion ------------------------------------------------------------------------------------
+
+
+def test_regimes_by_hand() -> None:
+    budget = Regimes(eta=0.5, low=4.0, high=0.25).budget()
+    low, high = 0, 4  # 200 bytes are the default's: 800 and 50
+    assert reference(budget) == [low, low]  # nothing is known
+    for norms, expected in (
+        (((2.0, 3.0), (2.0, 3.0)), [low, low]),  # the first period
+        (((2.9, 1.4), (2.9, 1.6)), [high, high]),  # by 45 %, and by 50.0 % less a little
+        (((1.45, 1.5), (1.45, 1.5)), [low, high]),  # by exactly half; hardly
+        (((1.45, 0.0), (1.45, 0.0)), [high, low]),
+        (((1.45, 0.0), (1.45, 0.0)), [high, high]),  # zeros do not change
+        (((1.45, 1.0), (1.45, 1.0)), [high, low]),
+    ):
+        for step in norms:
+            budget.observe(StepFacts(0, energy=np.square(step)))
+        assert reference(budget) == expected
+    assert budget.report() == {"critical": 0.5}
+
+
+def test_a_fall_of_the_learning_rate_is_critical_for_all_layers_at_once() -> None:
+    budget = Regimes().budget()
+    for rate in (0.1, 0.1, 0.099, 0.098):  # as a schedule that falls with every step
+        budget.observe(StepFacts(0, energy=np.ones(2), learning_rate=rate))
+        reference(budget)
+        assert not budget.urgent
+    budget.observe(StepFacts(0, energy=np.ones(2), learning_rate=0.01))
+    assert budget.urgent
+    assert reference(budget) == [1, 1]
+    assert not budget.urgent
+    budget.observe(StepFacts(0, energy=np.ones(2), learning_rate=0.01))
+    assert reference(budget) == [3, 3]
+
+
+def test_energies_that_are_not_finite_are_left_out_and_others_must_fit() -> None:
+    budget = Regimes().budget()
+    for energy in ([1.0, 1.0], [math.inf, 1.0], [math.nan, 1.0]):
+        budget.observe(StepFacts(0, energy=np.array(energy)))
+    reference(budget)
+    budget.observe(StepFacts(0, energy=np.ones(2)))
+    assert reference(budget) == [3, 3]
+    budget.observe(StepFacts(0, energy=np.ones(3)))
+    with pytest.raises(ValueError, match="energies of 3 layers, but the table has 2"):
+        budget.allow(table())
+
+
+# --- all ------------------------------------------------------------------------------------------
+
+ALL: list[BudgetOptions] = [
+    Static(),
+    Bandwidth(seconds=0.5, warmup=3),
+    Throughput(window=4, policy="geometric"),
+    Regimes(),
+]
+
+
+def random_facts(budget: Budget, rng: np.random.Generator, step: int) -> StepFacts:
+    return StepFacts(
+        step,
+        seconds=float(rng.uniform(0.5, 1)),
+        compute_seconds=0.1,
+        factor=budget.factor,
+        gains={theta: float(rng.uniform(0.6, 1)) for theta in budget.factors},
+        energy=rng.uniform(0, 4, 2),
+        learning_rate=0.1 if step < 25 else 0.01,
+        transfers=transfers(step, float(rng.uniform(1e5, 1e6)), 1e-3),
+    )
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("cut", [0, 1, 17, 26])
+def test_a_budget_goes_on_from_its_state(options: BudgetOptions, cut: int) -> None:
+    seen: list[list[Any]] = []
+    for resumed in (False, True):
+        budget, rng = options.budget(20), np.random.default_rng(0)
+        found: list[Any] = []
+        for step in range(40):
+            if resumed and step == cut:
+                state = json.loads(json.dumps(budget.state_dict()))
+                budget = options.budget(20)
+                budget.load_state_dict(state)
+            budget.observe(random_facts(budget, rng, step))
+            found.append((budget.urgent, budget.factor, budget.ready))
+            if budget.ready and step % 3 == 0:
+                allowed = budget.allow(table())
+                found.append((allowed.max_error, allowed.max_bytes, budget.report()))
+        seen.append(found)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Bandwidth(), "seconds=0.0: write the wanted time"),
+        (lambda: Bandwidth(seconds=1, warmup=0), "warmup=0"),
+        (lambda: Throughput(theta_min=1), "must be 1 < min"),
+        (lambda: Throughput(theta_max=5), "must be 1 < min"),
+        (lambda: Throughput(epsilon=1.5), "epsilon=1.5"),
+        (lambda: Throughput(window=0), "window=0"),
+        (lambda: Throughput(policy="linear"), "not one of exponential, geometric"),
+        (lambda: Regimes(eta=0), "eta=0"),
+        (lambda: Regimes(low=0.1), "low=0.1"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,362 @@
+"""Planners: budget x allocator, driven as the exchange will drive them."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_adaptive.planning import (
+    DENSE,
+    REGISTRY,
+    Decision,
+    Facts,
+    Need,
+    Planner,
+    StepFacts,
+    Table,
+    Transfer,
+    parse,
+)
+from hvd_adaptive.planning.allocators import Allowance, AsGiven, GlobalThreshold, MinErrorKnapsack
+from hvd_adaptive.planning.budgets import Bandwidth, Static
+from hvd_adaptive.planning.knapsack import Infeasible
+from hvd_adaptive.planning.planners import Pricing, format_recipe
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+FACTORS = np.array([10.0, 20, 40, 80, 160, 320, 640, 1000])
+LAYERS = 6
+SPECS = {name: name + (":seconds=0.5,warmup=2" if "kimad" in name else "") for name in REGISTRY}
+
+
+def table(seed: int = 0) -> Table:
+    """Layers whose energy is in few elements or in many; the default is 40."""
+    rng = np.random.default_rng(seed)
+    numel = np.round(10 ** rng.uniform(4, 6, LAYERS))
+    power = rng.uniform(0.1, 1.0, LAYERS)
+    energy = 10 ** rng.uniform(-3, 1, LAYERS)
+    return Table.of(
+        [f"layer{index}" for index in range(LAYERS)],
+        [e * (1 - (1 / FACTORS) ** p) for e, p in zip(energy, power, strict=True)],
+        [8 * n / FACTORS for n in numel],
+        [[f"{factor:g}x" for factor in FACTORS]] * LAYERS,
+        [2] * LAYERS,
+        4 * numel,
+        factors=[FACTORS] * LAYERS,
+    )
+
+
+BUCKETS = np.array([0, 0, 1, 1, 2, 2])
+
+
+def step_facts(planner: Planner, rng: np.random.Generator, step: int, factor: float) -> StepFacts:
+    """Everything that any planner asks for."""
+    return StepFacts(
+        step,
+        seconds=float(rng.uniform(0.5, 1)),
+        compute_seconds=0.1,
+        samples=64,
+        factor=factor,
+        gains={theta: 1 - theta / 1000 * float(rng.uniform(0.1, 0.9)) for theta in planner.factors},
+        energy=rng.uniform(0, 4, LAYERS),
+        learning_rate=0.1 if step < 60 else 0.01,
+        transfers=[Transfer(1e4 * (1 + part), 1e-3 + 1e-7 * 1e4 * (1 + part)) for part in range(3)],
+        bucket_bytes=rng.uniform(1e3, 1e5, 3),
+        sync_seconds=float(rng.uniform(0.1, 0.2)),
+    )
+
+
+def drive(planner: Planner, steps: range, seed: int = 0) -> list[Decision]:
+    """Decisions of a run: each takes effect in the step after it."""
+    found: list[Decision] = []
+    factor = 1.0
+    for step in steps:
+        planner.observe(step_facts(planner, np.random.default_rng([seed, step]), step, factor))
+        if planner.due(step):
+            found.append(planner.plan(Facts(step, table(step // 50), BUCKETS)))
+            factor = found[-1].factor
+    return found
+
+
+def plain(decisions: list[Decision]) -> list[Any]:
+    return [(each.levels.tolist(), each.factor, each.report, each.reasons) for each in decisions]
+
+
+# --- every recipe ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS.values())
+def test_every_recipe_decides_levels_that_exist_and_keeps_its_bounds(spec: str) -> None:
+    decisions = drive(parse(spec).planner(ranks=16), range(120))
+    assert decisions
+    for decision in decisions:
+        assert decision.levels.shape == (LAYERS,)
+        assert ((decision.levels >= DENSE) & (decision.levels < len(FACTORS))).all()
+        report = decision.report
+        assert all(isinstance(value, float | int) for value in report.values())
+        if math.isfinite(report["max_error"]):
+            assert report["error"] <= report["max_error"]
+        elif report["shortfall"] == 0:
+            assert report["bytes"] <= report["max_bytes"]
+
+
+@pytest.mark.parametrize("spec", SPECS.values())
+@pytest.mark.parametrize("cut", [1, 55])
+def test_a_planner_goes_on_from_its_state(spec: str, cut: int) -> None:
+    recipe = parse(spec + (",period=7" if ":" in spec else ":period=7"))
+    whole = drive(recipe.planner(ranks=16), range(90))
+    first = recipe.planner(ranks=16)
+    found = drive(first, range(cut))
+    again = recipe.planner(ranks=16)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    # the factor of the last decision is the caller's to keep
+    resumed = drive_on(again, range(cut, 90), found[-1].factor if found else 1.0)
+    assert plain(found + resumed) == plain(whole)
+
+
+def drive_on(planner: Planner, steps: range, factor: float) -> list[Decision]:
+    found: list[Decision] = []
+    for step in steps:
+        planner.observe(step_facts(planner, np.random.default_rng([0, step]), step, factor))
+        if planner.due(step):
+            found.append(planner.plan(Facts(step, table(step // 50), BUCKETS)))
+            factor = found[-1].factor
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS.values())
+def test_a_recipe_is_its_text(spec: str) -> None:
+    recipe = parse(spec)
+    assert parse(format_recipe(recipe)) == recipe
+    assert parse(recipe) is recipe
+
+
+def test_what_is_misspelt_lists_what_there_is() -> None:
+    with pytest.raises(ValueError, match="unknown planner 'lgrec'"):
+        parse("lgrec")
+    with pytest.raises(ValueError, match="lgreco has no option 'perod'"):
+        parse("lgreco:perod=3")
+    with pytest.raises(ValueError, match="period=-1"):
+        parse("cgx:period=-1")
+    with pytest.raises(ValueError, match="clusters=1"):
+        parse("cgx:clusters=1")
+    with pytest.raises(ValueError, match="write the wanted time of a step"):
+        parse("kimad+")
+    with pytest.raises(ValueError, match="prices='money'"):
+        parse("accordion+lgreco:prices=money")
+    with pytest.raises(ValueError, match="eta=-1"):
+        parse("accordion+lgreco:eta=-1")
+
+
+def test_needs_are_those_of_the_parts() -> None:
+    needs = {name: parse(spec).planner().needs for name, spec in SPECS.items()}
+    assert needs["lgreco"] == needs["cgx"] == {Need.ERRORS}
+    assert needs["lgreco-time"] == {Need.ERRORS, Need.BUCKETS}
+    assert needs["kimad"] == needs["kimad+"] == {Need.ERRORS, Need.TRANSFERS}
+    assert needs["gravac"] == {Need.GAINS}
+    assert needs["gravac+lgreco"] == {Need.GAINS, Need.ERRORS}
+    assert needs["accordion"] == {Need.ENERGY, Need.LEARNING_RATE}
+    assert needs["accordion+lgreco"] == needs["accordion"] | {Need.ERRORS}
+
+
+# --- what each is for -----------------------------------------------------------------------------
+
+
+def test_lgreco_sends_less_than_the_default_and_loses_no_more() -> None:
+    decision = parse("lgreco").planner().plan(Facts(0, table()))
+    default = table().defaults
+    assert decision.report["bytes"] < 0.9 * table().bytes(default)
+    assert decision.report["error"] <= table().error(default)
+
+
+def test_combinations_take_their_reference_from_the_budget() -> None:
+    for alone, combined in (("accordion", "accordion+lgreco"), ("gravac", "gravac+lgreco")):
+        one = drive(parse(f"{alone}:period=10").planner(16), range(40))
+        both = drive(parse(f"{combined}:period=10").planner(16), range(40))
+        assert len(one) == len(both) > 3
+        saved = []
+        for reference, decision in zip(one, both, strict=True):
+            assert decision.report["max_error"] == reference.report["error"]
+            assert decision.report["bytes"] <= reference.report["bytes"]
+            saved.append(decision.report["bytes"] < reference.report["bytes"])
+        assert any(saved)
+
+
+def test_kimad_plus_loses_less_than_kimad_with_the_same_bytes() -> None:
+    one, other = (
+        drive(parse(f"{name}:seconds=0.143,warmup=2").planner(), range(4))[0]
+        for name in ("kimad", "kimad+")
+    )
+    assert len(set(one.levels.tolist())) == 1
+    assert one.report["max_bytes"] == other.report["max_bytes"]
+    assert other.report["error"] < one.report["error"]
+
+
+def kimad(seconds: float) -> Decision:
+    (decision,) = drive(parse(f"kimad+:seconds={seconds},warmup=2").planner(), range(4))
+    return decision
+
+
+def test_kimad_sends_dense_where_that_fits_and_the_least_where_nothing_does() -> None:
+    roomy = kimad(100.0)
+    assert (roomy.levels == DENSE).all()
+    assert roomy.reasons == ("dense fits",)
+    tight = kimad(0.1031)
+    assert tight.levels.tolist() == [7] * LAYERS
+    assert tight.report["shortfall"] == tight.report["bytes"] - tight.report["max_bytes"] > 0
+    assert "as compressed as can be" in tight.reasons[0]
+
+
+def test_gravac_plans_when_its_factor_changes_and_only_then() -> None:
+    decisions = drive(parse("gravac:window=10,theta_max=160").planner(100), range(80))
+    factors = [decision.factor for decision in decisions]
+    assert all(one != other for one, other in itertools.pairwise(factors))
+    for decision in decisions:
+        assert (decision.levels == table().at_factor(decision.factor)).all()
+
+
+def test_a_reference_that_nothing_can_keep_stays() -> None:
+    class Fussy(AsGiven):
+        def allocate(self, table: Table, allowed: Allowance) -> np.ndarray:
+            raise Infeasible("error", allowed.max_error, math.inf)
+
+    decision = Planner(Static().budget(), Fussy()).plan(Facts(0, table()))
+    assert (decision.levels == table().defaults).all()
+    assert "the reference stays: the least total error is inf" in decision.reasons[0]
+
+
+def test_any_budget_goes_with_any_allocator() -> None:
+    planner = Planner(Bandwidth(seconds=0.143, warmup=2).budget(), GlobalThreshold(), period=3)
+    (decision, *_) = drive(planner, range(6))
+    assert 0 < decision.report["bytes"] <= decision.report["max_bytes"]
+    planner = Planner(Static().budget(), MinErrorKnapsack())
+    decision = planner.plan(Facts(0, table()))
+    assert decision.report["bytes"] <= table().bytes(table().defaults)
+    assert decision.report["error"] < table().error(table().defaults)
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+def test_plans_come_every_period_from_when_the_budget_is_ready() -> None:
+    planner = parse("kimad:seconds=0.104,warmup=5,period=4").planner()
+    due = []
+    for step in range(20):
+        planner.observe(step_facts(planner, np.random.default_rng(step), step, 1.0))
+        if planner.due(step):
+            due.append(step)
+            planner.plan(Facts(step, table()))
+    assert due == [4, 8, 12, 16]
+
+
+def test_a_fall_of_the_learning_rate_does_not_wait_for_the_period() -> None:
+    planner = parse("accordion:period=50").planner()
+    due = []
+    for step in range(120):
+        planner.observe(step_facts(planner, np.random.default_rng(step), step, 1.0))
+        if planner.due(step):
+            due.append(step)
+            planner.plan(Facts(step, table()))
+    assert due == [0, 50, 60, 110]
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def bytes_by_bucket(decision: Decision) -> np.ndarray:
+    sizes = [row[index] for row, index in zip(table().sizes, decision.levels, strict=True)]
+    return np.bincount(BUCKETS, sizes)
+
+
+def taught(spec: str, true: list[float]) -> Planner:
+    planner, rng = parse(spec).planner(), np.random.default_rng(0)
+    for step in range(100):
+        sent = rng.uniform(1e3, 1e5, 3)
+        planner.observe(StepFacts(step, bucket_bytes=sent, sync_seconds=0.01 + float(sent @ true)))
+    return planner
+
+
+def test_time_is_saved_where_a_byte_takes_longest() -> None:
+    even = parse("lgreco").planner().plan(Facts(0, table()))
+    decision = taught("lgreco-time", [1e-9, 1e-9, 1e-7]).plan(Facts(100, table(), BUCKETS))
+    assert bytes_by_bucket(decision)[2] < bytes_by_bucket(even)[2]
+    assert decision.report["error"] <= decision.report["max_error"]
+    assert "explain 1.000" in decision.reasons[0]
+
+
+def test_equal_times_give_the_plan_of_bytes() -> None:
+    even = parse("lgreco").planner().plan(Facts(0, table()))
+    decision = taught("lgreco-time", [1e-8] * 3).plan(Facts(100, table(), BUCKETS))
+    assert decision.report["bytes"] == pytest.approx(even.report["bytes"], rel=0.01)
+
+
+def test_bytes_count_until_times_are_known() -> None:
+    planner = parse("lgreco-time").planner()
+    decision = planner.plan(Facts(0, table(), BUCKETS))
+    assert "no times of these buckets yet" in decision.reasons[0]
+    assert (decision.levels == parse("lgreco").planner().plan(Facts(0, table())).levels).all()
+    decision = taught("lgreco-time", [0.0] * 3).plan(Facts(100, table(), BUCKETS))
+    assert "do not depend" in decision.reasons[0]
+
+
+def test_linear_prices_spare_the_last_buckets() -> None:
+    even = parse("lgreco").planner().plan(Facts(0, table()))
+    linear = parse("lgreco:prices=linear").planner().plan(Facts(0, table(), BUCKETS))
+    assert bytes_by_bucket(linear)[0] > bytes_by_bucket(even)[0]
+    assert bytes_by_bucket(linear) @ [1, 2, 3] <= bytes_by_bucket(even) @ [1, 2, 3]
+
+
+def test_prices_by_bucket_need_the_buckets() -> None:
+    with pytest.raises(ValueError, match="needs the bucket of every layer"):
+        parse("lgreco:prices=linear").planner().plan(Facts(0, table()))
+
+
+def test_random_plans_come_first_and_teach_the_times() -> None:
+    planner = parse("lgreco-time:trials=20,trial_steps=8,period=100").planner()
+    assert Need.BUCKETS in planner.needs
+    due, true = [], np.array([1e-9, 5e-8, 1e-9])
+    sent, changed = np.full(3, 1e4), -10
+    for step in range(200):
+        # the first steps after a switch are slow, and must not count
+        slow = 10.0 if step <= changed + 5 else 1.0
+        planner.observe(
+            StepFacts(step, bucket_bytes=sent, sync_seconds=(0.01 + float(sent @ true)) * slow)
+        )
+        if planner.due(step):
+            decision = planner.plan(Facts(step, table(), BUCKETS))
+            sent, changed = bytes_by_bucket(decision), step
+            due.append(step)
+    assert due == [8 * trial for trial in range(21)]
+    assert "explain 1.000" in decision.reasons[0]
+    assert Pricing(trials=1).prices == "bytes"
+
+
+# --- around ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["allocators", "budgets", "costs", "knapsack", "planners"])
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(f"hvd_adaptive.planning.{name}"))
+    assert (outcome.attempted > 0, outcome.failed) == (True, 0)
+
+
+def test_the_benchmark_runs_quickly() -> None:
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "planner.py"), "--quick"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "min_cost" in run.stdout
