@@ -48,6 +48,7 @@ class _Row:
     dense_link_bytes: float
     errors: Float64s
     samples: int = 0
+    at_factors: tuple[tuple[float, ...], list[int]] | None = None
 
     def measured(self) -> Float64s:
         """Mean squared error of every candidate; zeros where nothing finite was seen."""
@@ -109,7 +110,8 @@ class Pilot:
         self.idle = True
         """In the dense warm-up: nothing is decided."""
         self._loaded: Mapping[str, Any] | None = None
-        self._facts: tuple[StepFacts, Pending | None] | None = None
+        # of the last step, whose averages are under way, and the factors whose gains they hold
+        self._facts: tuple[StepFacts, Pending | None, tuple[float, ...]] | None = None
         self._backlog: list[StepFacts] = []
         self._trigger: int | None = None
         self._averages: Pending | None = None
@@ -130,6 +132,8 @@ class Pilot:
             return
         if self._averages is not None:
             self._averages()
+        if self._future is not None:
+            self._future.exception()  # waits: the planner must not plan and observe at once
         self._rows = {layer.name: self._row(layer, own) for layer, own in layers}
         self._levels = {name: row.default for name, row in self._rows.items()}
         # a plan of other layers is of no use
@@ -201,12 +205,19 @@ class Pilot:
         whole = float(x @ x)
         if not np.isfinite(whole):
             return
-        static = self._make_table([row], [np.zeros(len(row.candidates))])
-        indices = [int(static.at_factor(factor)[0]) for factor in self._factors]
+        indices = self._at_factors(row)
         chosen = [row.candidates[max(0, index)] for index in indices]
         errors = table_of(x, row.layer, chosen, self._states)[0]
         self._lost += np.where(np.array(indices) == DENSE, 0.0, errors)
         self._whole += whole
+
+    def _at_factors(self, row: _Row) -> list[int]:
+        """The candidate at each factor; looked up once for the same factors."""
+        if row.at_factors is None or row.at_factors[0] != self._factors:
+            static = self._make_table([row], [np.zeros(len(row.candidates))])
+            places = [int(static.at_factor(factor)[0]) for factor in self._factors]
+            row.at_factors = (self._factors, places)
+        return row.at_factors[1]
 
     def _make_table(self, rows: Sequence[_Row], errors: Sequence[Float64s]) -> Table:
         return Table.of(
@@ -232,11 +243,11 @@ class Pilot:
         self._tell_last()
         facts = _facts_of(step, seconds, learning_rate, trips, self._needs)
         averages = None
-        if self._needs & {Need.GAINS, Need.GAINS_FIRST, Need.ENERGY}:
+        if not self.exact and self._needs & {Need.GAINS, Need.ENERGY}:
             averages = self._channel.mean(self._step_vector())
         if self._needs & {Need.GAINS, Need.GAINS_FIRST} and not self._decided:
             facts = replace(facts, seconds=None)  # of a factor that nobody chose
-        self._facts = (replace(facts, factor=self._factor), averages)
+        self._facts = (replace(facts, factor=self._factor), averages, self._factors)
         if self._averages is not None and self._trigger is not None and step > self._trigger:
             self._table, self._averages = self._averages(), None
         if self._first:
@@ -253,16 +264,12 @@ class Pilot:
         """Complete what is known of the step before this one; all ranks wait for its averages."""
         if self._facts is None:
             return
-        facts, averages = self._facts
+        facts, averages, factors = self._facts
         self._facts = None
         if averages is not None:
-            facts = self._with_averages(facts, averages())
+            facts = _with_averages(facts, factors, averages())
         if self._first:
             self._backlog.append(facts)
-
-    def _with_averages(self, facts: StepFacts, vector: Float64s) -> StepFacts:
-        gains = dict(zip(self._factors, vector.tolist(), strict=False))
-        return replace(facts, gains=gains, energy=vector[len(self._factors) :])
 
     def _think(self, step: int) -> None:
         """On the first rank: learn, and begin a plan once its table is there."""
@@ -318,7 +325,7 @@ class Pilot:
         Returns:
             Whether to average what was measured, and whether a plan is ready.
         """
-        if not self._first:
+        if not self._first or self.exact:
             return False, False
         if self._future is not None and self._future.done():
             self._guard(self._conclude)
@@ -366,7 +373,9 @@ class Pilot:
         for facts in self._backlog:
             self._planner.observe(facts)
         self._backlog.clear()
-        self._planner.observe(self._with_averages(StepFacts(step, factor=self._factor), vector))
+        self._planner.observe(
+            _with_averages(StepFacts(step, factor=self._factor), self._factors, vector)
+        )
         if not self.idle and self._planner.due(step):
             decision = self._timed_plan(Facts(step, self._table_of(table), self._bucket_array()))
             self._message = self._to_message(decision)
@@ -483,6 +492,12 @@ def nominal_factor(candidate: Candidate, layer: Layer) -> float:
 def label(candidate: Candidate) -> str:
     """The same for the same setting in different layers."""
     return f"{format_spec(candidate.compressor)} at {candidate.level:g}"
+
+
+def _with_averages(facts: StepFacts, factors: Sequence[float], vector: Float64s) -> StepFacts:
+    """The step with the gains at these factors and the energies of all layers."""
+    gains = dict(zip(factors, vector[: len(factors)].tolist(), strict=True))
+    return replace(facts, gains=gains, energy=vector[len(factors) :])
 
 
 def _facts_of(

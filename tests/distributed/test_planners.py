@@ -1,4 +1,7 @@
-"""Planners over real ranks: all ranks switch together, whatever the gradients hold."""
+"""Planners over real ranks: all ranks switch together, whatever the gradients hold.
+
+A single rank sends nothing, as with Horovod, and so has nothing to plan.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +94,7 @@ def assert_ranks_hold_the_same(model: nn.Module) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.ranks(2, 4, 16)
 @pytest.mark.parametrize("name", RECIPES)
 def test_all_ranks_hold_the_same_plans_at_every_step(name: str) -> None:
     model, optimizer = make(RECIPES[name])
@@ -127,6 +131,7 @@ def test_what_is_not_finite_on_one_rank_does_not_stop_planning(name: str) -> Non
     assert_same_on_all_ranks(run(*(_, optimizer), of=of))
 
 
+@pytest.mark.ranks(2, 4)
 def test_lgreco_sends_less_and_loses_no_more() -> None:
     model, optimizer = make("lgreco:period=8")
     run(model, optimizer, range(1))
@@ -146,6 +151,7 @@ def test_lgreco_sends_less_and_loses_no_more() -> None:
     assert lost < 1.1 * allowed
 
 
+@pytest.mark.ranks(2, 4)
 def test_a_plan_takes_effect_a_fixed_number_of_steps_after_its_trigger() -> None:
     digests = run(*make("lgreco:period=8"))
     pairs = enumerate(itertools.pairwise(digests), start=1)
@@ -155,6 +161,7 @@ def test_a_plan_takes_effect_a_fixed_number_of_steps_after_its_trigger() -> None
     assert changes[0] >= LAG
 
 
+@pytest.mark.ranks(2, 4)
 def test_a_planner_that_fails_stops_all_ranks_with_its_message(monkeypatch: Any) -> None:
     from hvd_adaptive.planning import Planner
 
@@ -167,6 +174,7 @@ def test_a_planner_that_fails_stops_all_ranks_with_its_message(monkeypatch: Any)
         run(model, optimizer)
 
 
+@pytest.mark.ranks(2, 4)
 def test_a_planner_that_is_late_delays_the_switch_and_no_step(monkeypatch: Any) -> None:
     from hvd_adaptive.planning import Planner
 

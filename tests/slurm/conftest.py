@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     # Compiled once, instead of in all ranks of the first job; where it fails, those say it better.
     subprocess.run([sys.executable, "-m", "hvd_adaptive.warm"], cwd=ROOT, check=False)
     own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    # By default it would end pytest before this could stop Slurm's daemons and jobs.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Lab({**own, **ENVIRONMENT, "HVA_DATA": str(data)}) as started:
         started.environment["HVA_RUNS"] = str(started.folder / "runs")
         yield started
+    signal.signal(signal.SIGTERM, previous)
