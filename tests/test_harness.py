@@ -152,7 +152,7 @@ def test_without_a_launcher_the_same_files_run_in_one_process(tmp_path: Path) ->
 
 def test_a_plain_run_of_the_tests_leaves_the_distributed_folder_to_the_launcher() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    command += ["tests", "--ignore-glob=tests/test_*"]
+    command += ["tests", "--ignore-glob=tests/test_*", "--ignore=tests/slurm"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "tests/distributed" not in shown.stdout
     assert shown.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, shown.stdout
