@@ -486,7 +486,7 @@ def test_learnt_levels_are_learnt_from_x_plus_gradient_and_lose_less(member: Qua
 
 def test_members_that_differ_in_bits_share_a_state() -> None:
     assert ALQ(bits=4).state_key == ALQ(bits=2, coding="fixed").state_key
-    assert ALQ(norm="max").state_key != ALQ().state_key
+    assert ALQ(norm="l2").state_key != ALQ().state_key
 
 
 # --- Huffman coding ------------------------------------------------------------------------------
