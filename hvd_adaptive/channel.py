@@ -12,12 +12,11 @@ from typing import Any, TypeAlias
 
 import horovod.torch as hvd
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hvd_adaptive.control import Control
+from hvd_adaptive.planning.facts import Float64s
 
-Float64s: TypeAlias = npt.NDArray[np.float64]
 Pending: TypeAlias = Callable[[], Float64s]
 """Waits for a result."""
 

@@ -12,22 +12,23 @@ average now and whether a plan is ready are votes that travel with the gradients
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.channel import Channel, Float64s, Pending
+from hvd_adaptive.channel import Channel, Pending
 from hvd_adaptive.compressors import Compressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.compressors.candidates import Candidate, candidates_of, table_of
 from hvd_adaptive.exchange import Trip
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import DENSE, Decision, Facts, Need, Recipe, StepFacts, Table, Transfer
+from hvd_adaptive.planning.facts import Float64s
 from hvd_adaptive.telemetry import Meter
 
 LAG = 5
@@ -55,12 +56,8 @@ class _Row:
         return self.errors / max(1, self.samples)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a plan gives to one layer; no compressor means that it travels dense."""
-
-    compressor: Compressor | None
-    level: Level
+Assignment: TypeAlias = tuple[Compressor | None, Level]
+"""What a plan gives to one layer; no compressor means that it travels dense."""
 
 
 class Pilot:
@@ -151,12 +148,12 @@ class Pilot:
 
     def assignments(self) -> dict[str, Assignment]:
         """What the last plan gives to every layer."""
-        return {name: self._assignment(row, self._levels[name]) for name, row in self._rows.items()}
-
-    def _assignment(self, row: _Row, index: int) -> Assignment:
-        if index == DENSE:
-            return Assignment(None, 0)
-        return Assignment(row.candidates[index].compressor, row.candidates[index].level)
+        given: dict[str, Assignment] = {}
+        for name, row in self._rows.items():
+            index = self._levels[name]
+            chosen = row.candidates[index]
+            given[name] = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
+        return given
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -277,9 +274,7 @@ class Pilot:
             if not self._future.done():
                 return  # the planner is at work: what is observed meanwhile waits
             self._conclude()
-        for facts in self._backlog:
-            self._planner.observe(facts)
-        self._backlog.clear()
+        self._observe_backlog()
         if self._table is not None and self._future is None and self._message is None:
             facts_now = Facts(step, self._table_of(self._table), self._bucket_array())
             self._table = None
@@ -298,6 +293,7 @@ class Pilot:
         self._message = self._to_message(decision)
 
     def _to_message(self, decision: Decision) -> str:
+        # here and not when it is sent, because what fails here is told to all ranks
         return json.dumps(
             {
                 "levels": decision.levels.tolist(),
@@ -308,7 +304,7 @@ class Pilot:
             }
         )
 
-    def _guard(self, work: Any) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
         """What fails on the first rank must reach the others, who would wait for it."""
         try:
             work()
@@ -351,9 +347,9 @@ class Pilot:
         Raises:
             RuntimeError: the planner failed, on all ranks.
         """
-        message = self._channel.broadcast(self._message or "")
-        self._message = self._trigger = None
-        return self._use(json.loads(message), step)
+        decided = self._share()
+        self._trigger = None
+        return self._use(decided, step)
 
     def decide_now(self, step: int) -> dict[str, Assignment] | None:
         """With all of this step's gains measured and nothing sent: plan at once, if that is due.
@@ -365,20 +361,22 @@ class Pilot:
         table = self._channel.mean(self._measured())()
         if self._first:
             self._guard(lambda: self._decide(step, vector, table))
-        message = self._channel.broadcast(self._message or "")
-        self._message = None
-        return self._use(json.loads(message), step) if message else None
+        decided = self._share()
+        return None if decided is None else self._use(decided, step)
 
     def _decide(self, step: int, vector: Float64s, table: Float64s) -> None:
-        for facts in self._backlog:
-            self._planner.observe(facts)
-        self._backlog.clear()
+        self._observe_backlog()
         self._planner.observe(
             _with_averages(StepFacts(step, factor=self._factor), self._factors, vector)
         )
         if not self.idle and self._planner.due(step):
             decision = self._timed_plan(Facts(step, self._table_of(table), self._bucket_array()))
             self._message = self._to_message(decision)
+
+    def _share(self) -> Any:
+        """The first rank's message, on all ranks; None where it has none."""
+        message, self._message = self._channel.broadcast(self._message or ""), None
+        return json.loads(message) if message else None
 
     def _use(self, decided: dict[str, Any], step: int) -> dict[str, Assignment]:
         if "error" in decided:

@@ -371,8 +371,7 @@ class Reducer:
         Raises:
             ValueError: ranks hold different plans.
         """
-        planned = {name: (each.compressor, each.level) for name, each in assignments.items()}
-        self._choice = replace(self._choice, planned=planned)
+        self._choice = replace(self._choice, planned=assignments)
         self._lay_out(self._order)
         digests = self._control.allgather(self.plan.digest)
         for rank, digest in enumerate(digests):

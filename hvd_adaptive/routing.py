@@ -144,7 +144,7 @@ class Choice:
             compressor = self.compressor_of(layer)
             return compressor, compressor.level_at(step)
         planned, level = self.planned[layer.name]
-        # a dense layer keeps its place in the bucket and its residual where the compressor can send all
+        # what a layer has kept is sent with its next gradient once it is dense
         return (NoCompression(), NoCompression().level) if planned is None else (planned, level)
 
     def _check_feedback(self) -> None:

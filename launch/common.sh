@@ -37,3 +37,14 @@ has_torch() { [[ -x $1 ]] && "$1" -c 'import importlib.metadata as m; m.version(
 
 # The cores that this process may use. nproc would answer with OMP_NUM_THREADS where that is set.
 count_cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
+
+# The processes that one has started, one a line; descendants has theirs, too.
+children() { cat "/proc/$1/task/"*/children 2>/dev/null || true; }
+
+descendants() {
+    local child
+    for child in $(children "$1"); do
+        say "$child"
+        descendants "$child"
+    done
+}

@@ -152,21 +152,9 @@ show_help() {
     fi
 }
 
-# Called by traps only, which shellcheck does not see.
-# shellcheck disable=SC2317
-children() { cat "/proc/$1/task/"*/children 2>/dev/null || true; }
-
-# shellcheck disable=SC2317
-descendants() {
-    local child
-    for child in $(children "$1"); do
-        say "$child"
-        descendants "$child"
-    done
-}
-
 # tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
 # tells the others (see train.py --help), so that all of them end together.
+# Called by traps only, which shellcheck does not see.
 # shellcheck disable=SC2317
 tell_ranks() {
     local process rank told='' started=''

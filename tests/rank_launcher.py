@@ -240,6 +240,15 @@ def launch(size: int, functions: Sequence[Function], folder: Path, timeout: floa
     return Launch(size, returncode, text, time.monotonic() - start, events, stacks)
 
 
+def lives(process: int) -> bool:
+    """Whether it runs; one that ended may wait for its parent to notice."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def warm_kernels() -> None:
     """Compile the kernels once, into Numba's cache, instead of in all ranks at the same time.
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_launcher import ENVIRONMENT, ROOT, warm_kernels
+from rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
@@ -50,15 +50,6 @@ def environment() -> dict[str, str]:
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_SECONDS // 2),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SECONDS),
     }
-
-
-def lives(process: int) -> bool:
-    """Whether it runs; one that ended may wait for its parent to notice."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("how", SAID)

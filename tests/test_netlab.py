@@ -20,6 +20,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+from rank_launcher import lives
 
 import netlab
 from netlab_base import LabError, UsageError, default_name, parse_rate, require_tools, show_rate
@@ -186,14 +187,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.02)
-
-
-def lives(process: int) -> bool:
-    try:
-        # A zombie has ended.
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @contextlib.contextmanager

@@ -465,7 +465,20 @@ class TernGrad(Quantizer):
 
 
 @dataclass(frozen=True)
-class SignSGD(Quantizer):
+class _Signs(Quantizer):
+    """Members that send one bit a value and what it stands for in each block."""
+
+    block: int = 512
+
+    widths = range(1, 2)
+    level = 1
+
+    def __post_init__(self) -> None:
+        _check_block(self.name, self.block)
+
+
+@dataclass(frozen=True)
+class SignSGD(_Signs):
     """The sign of every value, times the mean magnitude of its block.
 
     Biased and not random: use it with error feedback. Cost as :class:`QSGD`. Wire: ``1 + 32 / block``
@@ -486,14 +499,7 @@ class SignSGD(Quantizer):
         ([2.0, -2.0, 2.0], [1.0, 1.0, 0.0])
     """
 
-    block: int = 512
-
     name = "signsgd"
-    widths = range(1, 2)
-    level = 1
-
-    def __post_init__(self) -> None:
-        _check_block(self.name, self.block)
 
     @property
     def rule(self) -> Rule:
@@ -502,7 +508,7 @@ class SignSGD(Quantizer):
 
 
 @dataclass(frozen=True)
-class OneBit(Quantizer):
+class OneBit(_Signs):
     """The mean of a block's negative values or that of the others, whichever a value belongs to.
 
     Biased and not random: use it with error feedback. Cost as :class:`QSGD`. Wire: ``1 + 64 / block``
@@ -524,14 +530,7 @@ class OneBit(Quantizer):
         ([2.0, -1.0, 2.0], [1.0, 0.0, -1.0])
     """
 
-    block: int = 512
-
     name = "onebit"
-    widths = range(1, 2)
-    level = 1
-
-    def __post_init__(self) -> None:
-        _check_block(self.name, self.block)
 
     @property
     def rule(self) -> Rule:

@@ -34,10 +34,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from hvd_adaptive.planning.facts import Float64s, Int64s
+
 __all__ = ["Infeasible", "Rows", "equal_slopes", "min_cost", "min_error", "total"]
 
-Float64s: TypeAlias = npt.NDArray[np.float64]
-Int64s: TypeAlias = npt.NDArray[np.int64]
 Rows: TypeAlias = Sequence[npt.ArrayLike] | npt.NDArray[Any]
 """One row of numbers a layer: rows may have different lengths."""
 

@@ -285,16 +285,6 @@ else: print("Horovod was built without MPI: load the module of an MPI, then run 
 
 # ---------------------------------------------------------------- signals
 
-children() { cat "/proc/$1/task/"*/children 2>/dev/null || true; }
-
-descendants() {
-    local child
-    for child in $(children "$1"); do
-        say "$child"
-        descendants "$child"
-    done
-}
-
 # Only srun's ranks are Slurm's; of the others, mpirun tells each one.
 tell_ranks() {
     if [[ $HVA_LAUNCHER == srun ]]; then
