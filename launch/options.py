@@ -121,6 +121,7 @@ class Options:
     threads: int | None
     log_every: int
     logdir: Path | None
+    result: Path | None
     checkpoint_dir: Path | None
     checkpoint_every: int
     resume: str
@@ -290,6 +291,9 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     add("--log-every", type=number(int, 1), default=10, metavar="N",
         help="steps between two reports of the loss (%(default)s)")  # fmt: skip
     add("--logdir", type=Path, metavar="DIR", help="TensorBoard and JSON logs of rank 0")
+    add("--result", type=Path, metavar="FILE",
+        help="a JSON file of what the run cost and how good its model became, written by rank 0 at"
+        " the end")  # fmt: skip
     add("--checkpoint-dir", type=Path, metavar="DIR",
         help="where checkpoints go; a folder that all ranks share, or one on each host")  # fmt: skip
     add("--checkpoint-every", type=number(int, 0), default=0, metavar="N",

@@ -28,11 +28,13 @@ import data
 import hvd_adaptive as hva
 import models
 import options as command_line
+import result
 from agreement import EXIT_CODES, RunError, StopVote, agree, require_equal
 from checkpoint import Checkpoints, Position
 from hvd_adaptive.telemetry import Meter
 from options import Options
 from report import Progress, gather_costs, table
+from result import Evaluation
 from training import (
     Batches,
     Score,
@@ -79,7 +81,8 @@ class End:
 
     position: Position
     train_loss: float
-    seconds_per_step: float
+    clock: StepClock
+    evaluations: list[Evaluation]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,7 +175,7 @@ def make_model(options: Options, task: data.Task) -> nn.Module:
 
 def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
     """The wrapped optimizer, and where the run's figures go."""
-    agree("--logdir", lambda: check_writable(options))
+    agree("--logdir and --result", lambda: check_writable(options))
     samples = options.batch_size * options.accumulate * hvd.size()
     logdir = str(options.logdir) if options.logdir else None
     telemetry = hva.Telemetry(logdir=logdir, samples_per_step=samples)
@@ -228,10 +231,14 @@ def make_update_rule(options: Options, model: nn.Module) -> torch.optim.Optimize
 
 def check_writable(options: Options) -> None:
     """Before rank 0 alone finds that it cannot write, and leaves the others waiting."""
-    if options.logdir is not None and hvd.rank() == 0:
+    if hvd.rank() != 0:
+        return
+    if options.logdir is not None:
         options.logdir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.logdir):
             pass
+    if options.result is not None:
+        result.check_writable(options.result)
 
 
 def make_batches(options: Options, task: data.Task) -> Batches:
@@ -299,6 +306,7 @@ def train(run: Run, start: Position) -> End:
     every = run.options.checkpoint_every
     clock = StepClock()
     losses: list[float] = []
+    evaluations: list[Evaluation] = []
     saved, train_loss = start, math.nan
     position = start
     for position, parts in run.batches.forever(start):
@@ -315,11 +323,12 @@ def train(run: Run, start: Position) -> End:
         if done % run.options.log_every == 0 or done == run.plan.steps:
             train_loss = log(run, done, rate, losses, clock)
             losses.clear()
-        if run.options.eval_every and done % run.options.eval_every == 0:
-            evaluate_between(run, done, clock)
+        # After the last step, it is done at the end of all.
+        if run.options.eval_every and done % run.options.eval_every == 0 and done < run.plan.steps:
+            evaluations += evaluate_between(run, done, clock)
     if run.checkpoints is not None and position != saved:
         save(run, position, clock)
-    return End(position, train_loss, clock.mean())
+    return End(position, train_loss, clock, evaluations)
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
@@ -357,14 +366,16 @@ def log(run: Run, step: int, rate: float, losses: list[float], clock: StepClock)
     return loss
 
 
-def evaluate_between(run: Run, step: int, clock: StepClock) -> None:
-    """An evaluation amid the training; a vote to stop is left to the training loop."""
+def evaluate_between(run: Run, step: int, clock: StepClock) -> list[Evaluation]:
+    """An evaluation amid the training; none if the ranks vote to stop, which the loop then sees."""
     with run.meter.paused():
         score = evaluate(run.model, run.task, run.options.eval_examples, run.vote)
-    if score is not None:
-        run.progress.say(f"step {step}: held out: {score}")
-        report_score(run.meter, score, step)
     clock.restart()
+    if score is None:
+        return []
+    run.progress.say(f"step {step}: held out: {score}")
+    report_score(run.meter, score, step)
+    return [Evaluation(step, math.fsum(clock.seconds), score)]
 
 
 def report_score(meter: Meter, score: Score, step: int) -> None:
@@ -388,13 +399,18 @@ def stopped(run: Run, position: Position) -> int:
 
 
 def finish(run: Run, end: End, score: Score) -> None:
-    """Shows the table, and where the logs are."""
+    """Shows the table, writes the file of --result, and says where the logs are."""
     report_score(run.meter, score, end.position.step)
     metered = run.meter if run.options.optimizer == "adaptive" else None
-    costs = gather_costs(end.seconds_per_step, metered)
+    costs = gather_costs(end.clock.mean(), metered)
     gradients = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     dense_bytes = sum(each.numel() * each.element_size() for each in gradients)
     say("\n" + table(costs, dense_bytes, samples_per_step(run), end.train_loss, score))
+    if run.options.result is not None and hvd.rank() == 0:
+        last = Evaluation(end.position.step, math.fsum(end.clock.seconds), score)
+        run_and_costs = result.describe(run.options, hvd.size(), dense_bytes, costs)
+        course = result.course(end.clock, end.train_loss, [*end.evaluations, last])
+        result.write(run.options.result, run_and_costs | course)
     if run.options.logdir is not None:
         say(
             f"\nlogs in {run.options.logdir}; to look at them:"

@@ -197,7 +197,11 @@ class StepClock:
     def restart(self) -> None:
         self._last = time.perf_counter()
 
+    def warm(self) -> list[float]:
+        """Of the steps after the warm-up, or of all where there are few."""
+        return self.seconds[WARM_UP_STEPS:] if len(self.seconds) >= 2 * WARM_UP_STEPS else self.seconds
+
     def mean(self) -> float:
-        """Of the steps after the warm-up, or of all where there are few; NaN without any."""
-        warm = self.seconds[WARM_UP_STEPS:] if len(self.seconds) >= 2 * WARM_UP_STEPS else self.seconds
+        """Of the warm steps; NaN without any."""
+        warm = self.warm()
         return math.fsum(warm) / len(warm) if warm else math.nan

@@ -483,6 +483,10 @@ def commands(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"name": "diverged", "arguments": [*RESUMABLE, "--lr", "1e30"]}
     yield {"name": "bad logdir", "arguments": [*RESUMABLE, "--logdir", str(ROOT / "LICENSE")]}
     yield {"name": "logs", "arguments": [*RESUMABLE, "--logdir", str(folder / "logs")]}
+    for kind, extra in KINDS.items():
+        file = str(folder / "files" / f"{kind}.json")
+        yield {"name": f"{kind} result", "arguments": [*RESUMABLE, *extra, "--result", file]}
+    yield {"name": "bad result", "arguments": [*RESUMABLE, "--result", str(folder)]}
 
 
 @pytest.fixture(scope="module")
@@ -570,6 +574,7 @@ class TestTwoRanks:
             ("no such parameter", "matches no parameter"),
             ("diverged", "try a smaller --lr"),
             ("bad logdir", "LICENSE"),
+            ("bad result", "is a folder: name a file"),
         ],
     )
     def test_an_error_ends_all_ranks_with_its_reason(
@@ -617,6 +622,37 @@ class TestTwoRanks:
         tags = {tag for line in lines for tag in json.loads(line).get("scalars", {})}
         assert {"train/loss", "train/learning_rate", "held_out/accuracy"} <= tags
         assert f"tensorboard --logdir {folder / 'logs'}" in results["logs"].output
+
+    def test_the_result_file_holds_the_steps_the_costs_and_every_evaluation(
+        self, results: dict[str, Result], folder: Path
+    ) -> None:
+        assert results["topk result"].statuses == [0, 0], results["topk result"].output
+        found = json.loads((folder / "files/topk.json").read_text())
+        assert found["identity"]["compression"] == "topk:density=0.05"
+        assert found["options"]["bucket_cap_mb"] == "0.05"
+        assert (found["ranks"], found["samples_per_step"], found["steps"]) == (2, 32, 16)
+        assert len(found["step_seconds"]) == 16
+        warm = sorted(found["step_seconds"][6:])
+        assert found["seconds_per_step"]["median"] == pytest.approx((warm[4] + warm[5]) / 2)
+        assert found["seconds_per_step"]["p90"] == warm[8]
+        costs = found["costs"]
+        parts = sum(costs[name] for name in ("compute", "compress", "communicate", "decompress"))
+        assert parts == pytest.approx(costs["total"])
+        assert 0 < costs["payload_bytes"] < found["dense_bytes"] / 4
+        assert [each["step"] for each in found["evaluations"]] == [5, 10, 15, 16]
+        sums = [sum(found["step_seconds"][:step]) for step in (5, 10, 15, 16)]
+        assert [each["seconds"] for each in found["evaluations"]] == pytest.approx(sums)
+        assert found["held_out"]["loss"] == found["evaluations"][-1]["loss"]
+        assert f"{found['held_out']['loss']:.4f}" in results["topk result"].output
+        assert [file.name for file in (folder / "files").glob("*topk*")] == ["topk.json"]
+
+    def test_what_horovods_own_optimizer_cannot_tell_is_null_in_the_result_file(
+        self, results: dict[str, Result], folder: Path
+    ) -> None:
+        assert results["stock result"].statuses == [0, 0], results["stock result"].output
+        costs = json.loads((folder / "files/stock.json").read_text())["costs"]
+        assert costs["total"] > 0
+        assert costs["communicate"] is None
 
 
 def same(one: Any, other: Any) -> bool:
