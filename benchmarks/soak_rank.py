@@ -1,0 +1,116 @@
+"""What soak.py runs on every rank: trains until its time is up, and compares the ranks' parameters.
+
+Rank 0 prints JSON lines: once the processes of all ranks, then one for every comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# before this folder, which has a report.py, too
+sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+
+import horovod.torch as hvd
+from torch import nn
+
+import options as command_line
+import train
+from agreement import EXIT_CODES, StopVote
+from checkpoint import Position
+from options import Options
+from training import train_step
+
+
+class Switches:
+    """Counts how often the levels of a plan change."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._version, self._levels = 0, ""
+
+    def look(self, plan: Any) -> None:
+        """After every step."""
+        if plan.version == self._version:
+            return
+        self._version = plan.version
+        levels = str([(row.compressor, row.level) for row in plan])
+        self.count += levels != self._levels
+        self._levels = levels
+
+
+def checksum(model: nn.Module) -> str:
+    """Of all parameters' bits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().data)
+    return digest.hexdigest()
+
+
+def tell(record: dict[str, Any]) -> None:
+    """From rank 0 to soak.py."""
+    if hvd.rank() == 0:
+        print(json.dumps(record), flush=True)
+
+
+def soak(options: Options, seconds: float, every: int) -> int:
+    """Train for so long; returns the exit status."""
+    vote = StopVote()
+    train.set_threads(options.threads)
+    task = train.load_data(options)
+    model = train.make_model(options, task)
+    optimizer, meter = train.make_optimizer(options, model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    batches = train.make_batches(options, task)
+    plan = train.make_plan(options, batches.steps_per_epoch)
+    tell({"processes": hvd.allgather_object(os.getpid(), name="soak.processes")})
+
+    started, switches, asked = time.monotonic(), Switches(), False
+    for position, parts in batches.forever(Position()):
+        if not asked and hvd.rank() == 0 and time.monotonic() - started > seconds:
+            asked = True
+            signal.raise_signal(signal.SIGUSR1)  # becomes a vote, so that all end at the same step
+        if vote.poll():
+            break
+        train.set_rate(optimizer, plan.rate(position.step))
+        loss = train_step(model, optimizer, parts, options.clip)
+        switches.look(optimizer.plan)
+        done = position.step + 1
+        if done % every == 0:
+            mine = {"parameters": checksum(model), "plan": optimizer.plan.digest}
+            everyone = hvd.allgather_object(mine, name="soak.checksum")
+            tell(
+                {
+                    "step": done,
+                    "seconds": round(time.monotonic() - started, 1),
+                    "parameters": [each["parameters"] for each in everyone],
+                    "plans": [each["plan"] for each in everyone],
+                    "switches": switches.count,
+                    "loss": round(loss, 4),
+                    "payload_ratio": round(meter.summary().ratio_payload, 1),
+                }
+            )
+    return 0 if vote.outcome == signal.SIGUSR1 else EXIT_CODES[vote.outcome]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Everything that is not known here is train.py's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--every", type=int, default=100, help="steps between two comparisons")
+    mine, others = parser.parse_known_args(arguments)
+    hvd.init()
+    return soak(command_line.parse(others), mine.seconds, mine.every)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

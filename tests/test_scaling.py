@@ -1,0 +1,128 @@
+"""The model of benchmarks/scaling.py: fit, rule and extrapolation, against closed forms."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+model = load("scaling_model")
+
+
+def points(line: object, collective: str, operations: int = 1) -> list[object]:
+    """What the line says of some ranks and payloads."""
+    asked = [
+        model.Point(collective, operations, ranks, nbytes, 0.0)
+        for ranks in (1, 2, 4)
+        for nbytes in (4096, 65536, 1 << 20)
+    ]
+    return [
+        model.Point(collective, operations, each.ranks, each.nbytes, line.seconds(each))  # type: ignore[attr-defined]
+        for each in asked
+    ]
+
+
+@pytest.mark.parametrize(
+    ("collective", "operations"), [("allreduce", 1), ("allreduce", 2), ("allgather", 1)]
+)
+def test_a_fit_finds_the_line_that_made_the_points(collective: str, operations: int) -> None:
+    line = model.Line(1e-3, 5e-5, 4.2e-8)
+    found = model.fit(points(line, collective, operations))
+    assert (found.fixed, found.alpha, found.beta) == pytest.approx((line.fixed, line.alpha, line.beta))
+    far = model.Point(collective, operations, 1024, 10**6, 1.0)
+    assert found.seconds(far) == pytest.approx(line.seconds(far))
+
+
+def test_a_ring_sends_twice_what_it_holds_and_a_gather_everything_of_the_others() -> None:
+    line = model.Line(0.0, 1e-5, 1e-9)
+    ring = model.Point("allreduce", 1, 16, 1600, 0.0)
+    gather = model.Point("allgather", 1, 16, 1600, 0.0)
+    assert line.seconds(ring) == pytest.approx(2 * 15 * 1e-5 + 2 * 15 / 16 * 1600e-9)
+    assert line.seconds(gather) == pytest.approx(15 * 1e-5 + 15 * 1600e-9)
+
+
+def test_no_cost_is_negative_where_small_payloads_take_longer_than_large_ones() -> None:
+    measured = [model.Point("allgather", 1, 2, nbytes, 1e-3 - 1e-10 * nbytes) for nbytes in (1, 10**6)]
+    line = model.fit(measured)
+    assert min(line.fixed, line.alpha, line.beta) >= 0
+    assert line.beta == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "machine", "counts"),
+    [
+        (1, 4096, 0.001, True),
+        (1, 65536, 0.001, False),
+        (2, 4096, 1.0, True),
+        (8, 1_000_000, 0.1473, True),  # the wire needs 7 MB * 8 / (0.95 * 200e6) = 0.2947 s
+        (8, 1_000_000, 0.1474, False),
+    ],
+)
+def test_with_more_ranks_than_cores_the_wire_must_need_twice_what_the_machine_does(
+    ranks: int, nbytes: int, machine: float, counts: bool
+) -> None:
+    point = model.Point("allgather", 1, ranks, nbytes, 1.0)
+    assert model.limited_by_link(point, machine, 200e6, 2, 4096) is counts
+
+
+@pytest.mark.parametrize("density", [0.01, 0.001])
+def test_on_a_network_without_latency_gathering_loses_where_the_closed_form_says(
+    density: float,
+) -> None:
+    """(N - 1) * sparse = 2 * (N - 1) / N * dense, at N = 2 * dense / sparse."""
+    line = model.Line(0.0, 0.0, 1e-9)
+    dense = model.Method(model.Work(2.0, 0.0, 0.0), "allreduce")
+    sparse = model.Method(model.Work(3.0 * density, 0.0, 0.0), "allgather")
+    ranks = range(2, 4096)
+    slow = {n: sparse.step(n, 1e6, line, 1) for n in ranks}
+    fast = {n: dense.step(n, 1e6, line, 1) for n in ranks}
+    found = model.crossing(slow, fast)
+    assert found == pytest.approx(2 * 2.0 / (3.0 * density), abs=1)
+
+
+def test_gathering_that_never_loses_has_no_crossing() -> None:
+    assert model.crossing({2: 1.0, 4: 2.0}, {2: 3.0, 4: 3.0}) is None
+    assert model.crossing({2: 5.0, 4: 5.0}, {2: 3.0, 4: 3.0}) == 2
+
+
+def test_a_core_decodes_every_rank_s_payload_or_the_slices_of_two() -> None:
+    work = model.Work(nbytes=0.03, encode=2e-9, decode=1e-10)
+    assert model.Method(work, "allgather").busy(1024, 1e6) == pytest.approx(1e6 * (2e-9 + 1024e-10))
+    assert model.Method(work, "two-shot").busy(1024, 1e6) == pytest.approx(
+        1e6 * (2e-9 * 1025 / 1024 + 2e-10)
+    )
+    assert model.Method(work, "hierarchical").busy(1024, 1e6) == pytest.approx(1e6 * (4e-9 + 64e-10))
+
+
+def test_every_bucket_costs_its_own_messages() -> None:
+    line = model.Line(1e-3, 1e-5, 0.0)
+    powersgd = model.Method(model.Work(0.1, 0.0, 0.0), "allreduce", operations=2)
+    assert powersgd.travel(8, 1e6, line, buckets=3) == pytest.approx(3 * 2 * (1e-3 + 14e-5))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_quick_benchmark_runs_to_its_end() -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    command = [sys.executable, str(BENCHMARKS / "scaling.py"), "--quick"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "loopback, 2 rank(s): 8 points ........" in shown.stdout
+    assert "fastest of all" in shown.stdout
