@@ -35,12 +35,15 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 class RandomK(LinearCompressor, MultiLevel):
     """``density * numel`` elements at random, the same on all ranks; nothing but values travels.
 
-    Each step draws a new set, of which all ranks know the key (seed, step, layer). Biased, and used
-    with error feedback; ``unbiased=true`` scales the values by ``1 / density`` instead, and needs no
-    feedback. Contraction: ``E |x - C(x)|^2 = (1 - density) |x|^2``. Cost: proportional to the
-    elements sent. Wire: one value an element, summed by allreduce, so that traffic does not grow with
-    the number of ranks. Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS
-    2018), definition 2.1; unbiased: Wangni et al. (NeurIPS 2018).
+    Each step draws a new set, of which all ranks know the key (seed, step, layer). All elements are
+    equally likely; in layers of 131,072 elements and more, neighbours are drawn together, up to 64
+    (:func:`hvd_adaptive.kernels.subset.run_length`), because memory is slow where it is read at random.
+    Biased, and used with error feedback; ``unbiased=true`` scales the values by ``1 / density``
+    instead, and needs no feedback. Contraction: ``E |x - C(x)|^2 = (1 - density) |x|^2``. Cost: one
+    read of the tensor, and some nanoseconds an element sent. Wire: one value an element, summed by
+    allreduce, so that traffic does not grow with the number of ranks. Source: Stich, Cordonnier and
+    Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), definition 2.1; neighbours: the random
+    block of Vogels et al., "PowerSGD" (NeurIPS 2019); unbiased: Wangni et al. (NeurIPS 2018).
 
     Args:
         density: share of the elements to send, in (0, 1].
@@ -100,7 +103,7 @@ class RandomK(LinearCompressor, MultiLevel):
     def rounds(self, batch: Batch) -> Rounds:
         """One round with the values of all layers."""
         reduced = yield [
-            self._take_(x, level, int(key))
+            self._take_(x, level, int(key)) if all_finite(x) else self._nothing(x, level)
             for x, level, key in zip(batch.x, batch.levels, batch.keys, strict=True)
         ]
         for key, values, out in zip(batch.keys, reduced, batch.outs, strict=True):
@@ -122,8 +125,7 @@ class RandomK(LinearCompressor, MultiLevel):
         check_input(x)
         if not all_finite(x):
             raise ValueError("randomk: the tensor holds a NaN or an Inf; it was left as it was")
-        values = self._take_(x, level, key)
-        return Payload(values, x.numel(), level, key, shape)
+        return Payload(self._take_(x, level, key), x.numel(), level, key, shape)
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Scatter-add."""
@@ -138,13 +140,13 @@ class RandomK(LinearCompressor, MultiLevel):
 
     def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
-        fewer = wire.count_of(payload.numel, level)
-        kept, back = payload.data[:fewer].clone(), payload.data.to(x.dtype)
+        fewer, values = wire.count_of(payload.numel, level), payload.data.to(x.dtype)
+        kept = payload.data[:fewer].clone()
         if self.unbiased:
-            factor = payload.data.numel() / max(1, fewer)
-            kept = (back[:fewer] * factor).to(payload.data.dtype)
-        subset.add_(x, back, payload.key)
-        subset.add_(x, kept.to(x.dtype), payload.key, -1.0)
+            kept = self._rounded(values[:fewer] * (values.numel() / max(1, fewer)))
+            subset.add_(x, torch.cat([values[:fewer] - kept, values[fewer:]]), payload.key)
+        else:
+            subset.add_(x, values, payload.key, skip=fewer)
         return Payload(kept, payload.numel, level, payload.key, payload.shape)
 
     def errors(
@@ -169,17 +171,20 @@ class RandomK(LinearCompressor, MultiLevel):
         return wire.count_of(numel, level) * self.wire_dtype.itemsize
 
     def _take_(self, x: Tensor, level: Level, key: int) -> Tensor:
-        """Values as they travel, which are taken out of ``x``.
-
-        A tensor that is not finite sends NaN at all of them: whichever were drawn, all ranks see it.
-        """
+        """Values as they travel, which are taken out of ``x``, all of which is finite."""
         count = wire.count_of(x.numel(), level)
-        values = subset.take(x, count, key)
-        if self.unbiased:
-            values *= x.numel() / max(1, count)
-        limit = torch.finfo(self.wire_dtype).max
-        sent = values.clamp(-limit, limit).to(self.wire_dtype)
-        if not all_finite(x):
-            sent.fill_(torch.nan)
-        subset.add_(x, sent.to(x.dtype), key, -1.0)
+        values = subset.take_(x, count, key)
+        if not self.unbiased and values.dtype == self.wire_dtype:
+            return values
+        sent = self._rounded(values * (x.numel() / max(1, count)) if self.unbiased else values)
+        subset.add_(x, values - sent, key)
         return sent
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """In the type that travels; what is too large saturates."""
+        limit = torch.finfo(self.wire_dtype).max
+        return values.clamp(-limit, limit).to(self.wire_dtype)
+
+    def _nothing(self, x: Tensor, level: Level) -> Tensor:
+        """What stands for a tensor that is not finite: NaN wherever, so that all ranks see it."""
+        return x.new_full((wire.count_of(x.numel(), level),), torch.nan, dtype=self.wire_dtype)
