@@ -11,7 +11,7 @@ counts is the mean over the seeds, less that of the dense runs.
 Runs that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
 
 Settings are chosen by ``--tune COMPRESSION[/FEEDBACK]``, which trains on the first 50,000 images
-with another seed, scores the other 10,000, and writes no file: the test set has no part in it.
+with other seeds, scores the other 10,000, and writes no file: the test set has no part in it.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def work(out: Path, names: list[str], seeds: int, epochs: float) -> None:
                 report.write(out.stem, {"task": task.source, "runs": done}, out.parent)
 
 
-def tune(spec: str, epochs: float) -> None:
-    """One run on all ranks with part of the training images, scored on the others."""
+def tune(spec: str, warmup: int, seeds: int, epochs: float) -> None:
+    """Runs on all ranks with part of the training images, scored on the others."""
     import horovod.torch as hvd
     import torch
 
@@ -154,9 +154,11 @@ def tune(spec: str, epochs: float) -> None:
     ]
     task = replace(task, train=parts[0], held_out=parts[1])
     compression, _, feedback = spec.partition("/")
-    figures = train(task, Setting(compression, feedback or None), TUNE_SEED, epochs)
+    setting = Setting(compression, feedback or None, warmup)
+    scores = [train(task, setting, TUNE_SEED + seed, epochs)["accuracy"] for seed in range(seeds)]
     if hvd.rank() == 0:
-        print(f"{spec:40} {figures['accuracy']:.2%}", flush=True)
+        each = " ".join(f"{score:.2%}" for score in scores)
+        print(f"{spec:40} {warmup:4} {statistics.mean(scores):.2%} ({each})", flush=True)
 
 
 def load(out: Path) -> dict[str, Any]:
@@ -228,6 +230,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--only", default="", help="names of rows, with commas between")
     parser.add_argument("--tune", metavar="SPEC", help="score one setting on part of the training set")
+    parser.add_argument("--warmup", type=int, default=100, help="of --tune: dense steps at the start")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "accuracy.json")
@@ -238,7 +241,10 @@ def main() -> int:
     if unknown:
         parser.error(f"no row {', '.join(sorted(unknown))}: there are {', '.join(SETTINGS)}")
     if args.worker:
-        tune(args.tune, args.epochs) if args.tune else work(args.out, names, args.seeds, args.epochs)
+        if args.tune:
+            tune(args.tune, args.warmup, args.seeds, args.epochs)
+        else:
+            work(args.out, names, args.seeds, args.epochs)
         return 0
     if args.fresh:
         args.out.unlink(missing_ok=True)
