@@ -111,6 +111,48 @@ def test_caution_asks_for_less() -> None:
     assert 0.8 * granted[0] < granted[1] < 0.99 * granted[0]
 
 
+def test_the_margin_follows_the_steps_that_took_too_long() -> None:
+    budget = Bandwidth(seconds=0.5, warmup=1, share=0.8).budget()
+    # 0.4 s of computing is left 0.1 s: 100,000 bytes
+    fast = StepFacts(0, seconds=0.45, compute_seconds=0.4, transfers=transfers(0, 1e6, 0.0))
+    slow = StepFacts(1, seconds=0.55, compute_seconds=0.4, transfers=transfers(1, 1e6, 0.0))
+    granted = []
+    for steps in ([fast], [slow, slow], [slow, slow], [fast, slow], [fast] * 5, [fast] * 20):
+        for facts in steps:
+            budget.observe(facts)
+        granted.append(budget.allow(table()).max_bytes / 1e5)
+    # a miss widens the margin by 0.05 * 0.8, a hit narrows it by 0.05 * 0.2; steps ahead of the second
+    # allowance are not under the first one's plan
+    assert granted == pytest.approx([1.0, 1.0, 0.92, 0.89, 0.94, 1.0])
+    assert budget.report()["margin"] == 0
+
+
+@pytest.mark.parametrize("share", [0.8, 0.95])
+def test_the_wanted_share_of_steps_keeps_the_time_whatever_the_network_does(share: float) -> None:
+    """Rates that fall by half between plans, and noise: an estimate alone would miss every other."""
+    budget = Bandwidth(seconds=0.5, warmup=5, share=share).budget()
+    rng, nbytes, kept = np.random.default_rng(0), 1e5, []
+    for step in range(2000):
+        rate = 1e6 * (1 + 0.5 * math.sin(step / 40)) * math.exp(0.1 * rng.standard_normal())
+        seconds = nbytes / rate
+        facts = StepFacts(
+            step, seconds=0.1 + seconds, compute_seconds=0.1, transfers=[Transfer(nbytes, seconds)]
+        )
+        budget.observe(facts)
+        kept.append(0.1 + seconds <= 0.5)
+        if step >= 5 and step % 10 == 0:
+            nbytes = budget.allow(table()).max_bytes
+    assert np.mean(kept[100:]) == pytest.approx(share, abs=0.03)
+
+
+def test_computing_time_is_of_the_last_steps() -> None:
+    budget = Bandwidth(seconds=0.5, warmup=5).budget()
+    for step in range(20):
+        computing = 0.1 if step < 10 else 0.3
+        budget.observe(StepFacts(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.0)))
+    assert budget.allow(table()).max_bytes == pytest.approx(0.2e6, rel=1e-6)
+
+
 def test_computing_longer_than_the_budget_leaves_no_bytes() -> None:
     budget = Bandwidth(seconds=0.5, warmup=1).budget()
     budget.observe(StepFacts(0, compute_seconds=0.7, transfers=transfers(0, 1e6, 0.0)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,11 @@ class Budget(ABC):
     def allow(self, table: Table) -> Allowance:
         """What may be lost or sent from now on."""
 
+    def seconds(self, nbytes: float) -> float | None:
+        """How long a step that sends so many bytes is expected to take; None where it cannot tell."""
+        del nbytes
+        return None
+
     def report(self) -> dict[str, float]:
         """Figures that explain the last allowance."""
         return {}
@@ -125,13 +131,20 @@ class Bandwidth(BudgetOptions):
     """As many bytes as the network carries in the time that computing leaves of a step.
 
     With ``t`` the wanted seconds of a step: ``t - T_comp`` is shared by all transfers of a step. Every
-    direction that is seen has its own latency and bandwidth. Run on one rank for all, or on every rank
-    for itself: ranks may differ, because a payload says what it holds. Source: Kimad, section 3.1.
+    direction that is seen has its own latency and bandwidth. Source: Kimad, section 3.1.
+
+    An estimate is as often too high as too low, and a rate falls on between a plan and its steps, so
+    bytes that need all of the time would miss it in half of the steps. Therefore part of it is kept
+    free, and this margin follows what happens: a step that takes longer than ``t`` widens it, one that
+    does not narrows it, in the proportion at which the wanted share of the steps keeps the time
+    (Gibbs and Candes, "Adaptive Conformal Inference Under Distribution Shift", 2021).
 
     Args:
         seconds: wanted for a step (``t``), above 0; must be given.
-        warmup: steps whose median computing time is taken as ``T_comp``, at least 1.
+        warmup: the last so many steps' median computing time is taken as ``T_comp``, at least 1; the
+            first plan waits for so many.
         caution: standard errors by which the time of a byte is taken longer than estimated.
+        share: of the steps that are to keep the time, in [0, 1); 0 keeps nothing free, as the paper.
 
     Raises:
         ValueError: an option out of its range.
@@ -149,6 +162,7 @@ class Bandwidth(BudgetOptions):
     seconds: float = 0.0
     warmup: int = 20
     caution: float = 0.0
+    share: float = 0.95
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
@@ -157,12 +171,19 @@ class Bandwidth(BudgetOptions):
             raise ValueError(
                 f"warmup={self.warmup} must be at least 1 and caution={self.caution} at least 0"
             )
+        if not 0 <= self.share < 1:
+            raise ValueError(f"share={self.share}: write a share of the steps, in [0, 1)")
         super().__post_init__()
 
     def budget(self, ranks: int = 1) -> Budget:
         """Starts by measuring."""
         del ranks
         return BandwidthBudget(self)
+
+
+_MARGIN_STEP = 0.05
+"""By how much a step that takes too long widens the margin."""
+_MOST_MARGIN = 0.9
 
 
 class BandwidthBudget(Budget):
@@ -172,15 +193,25 @@ class BandwidthBudget(Budget):
 
     def __init__(self, options: Bandwidth) -> None:
         self._options = options
-        self._computing: list[float] = []
+        self._computing: deque[float] = deque(maxlen=options.warmup)
+        self._margin = 0.0
+        """Share of the time left by computing that is kept free."""
+        self._granted = 0
         self._monitors: dict[str, BandwidthMonitor] = {}
         self._count: dict[str, int] = {}
         self._report: dict[str, float] = {}
+        self._line: tuple[float, float] | None = None
+        """Seconds of a step: those that bytes do not change, and those of a byte."""
 
     def observe(self, facts: StepFacts) -> None:
         """Every transfer goes to its direction's monitor."""
-        if facts.compute_seconds is not None and len(self._computing) < self._options.warmup:
+        if facts.compute_seconds is not None:
             self._computing.append(float(facts.compute_seconds))
+        # a second allowance is asked for when the first one's plan is in force
+        if facts.seconds is not None and self._granted > 1:
+            late = facts.seconds > self._options.seconds
+            wider = self._margin + _MARGIN_STEP * (late - (1 - self._options.share))
+            self._margin = min(max(0.0, wider), _MOST_MARGIN)
         if facts.transfers:
             self._count = {}
         for transfer in facts.transfers:
@@ -200,18 +231,24 @@ class BandwidthBudget(Budget):
         """Bytes that make all directions' times add up to what computing leaves."""
         del table
         computing = float(np.median(self._computing))
-        left = self._options.seconds - computing
-        self._report = {"compute_seconds": computing, "communication_seconds": left}
-        slope = 0.0
+        fixed, slope = computing, 0.0
+        self._report = {"compute_seconds": computing, "margin": self._margin}
         for direction, monitor in sorted(self._monitors.items()):
             rate = monitor.estimate()
-            left -= self._count.get(direction, 0) * rate.latency
+            fixed += self._count.get(direction, 0) * rate.latency
             # an error that is unknown counts as nothing
             error = rate.error if math.isfinite(rate.error) else 0.0
             slope += rate.seconds_per_byte + self._options.caution * error
             self._report[f"bandwidth_{direction}"] = rate.bandwidth
             self._report[f"bandwidth_error_{direction}"] = rate.bandwidth_error
-        return Allowance(max_bytes=max(0.0, left) / slope)
+        left = max(0.0, self._options.seconds - fixed) * (1 - self._margin)
+        self._report["communication_seconds"] = left
+        self._line, self._granted = (fixed, slope), self._granted + 1
+        return Allowance(max_bytes=left / slope)
+
+    def seconds(self, nbytes: float) -> float | None:
+        """By the bandwidths of the last allowance."""
+        return None if self._line is None else self._line[0] + self._line[1] * nbytes
 
     def report(self) -> dict[str, float]:
         """Seconds, and bytes a second of each direction."""
@@ -220,12 +257,22 @@ class BandwidthBudget(Budget):
     def state_dict(self) -> dict[str, Any]:
         """Times and samples."""
         monitors = {direction: monitor.state_dict() for direction, monitor in self._monitors.items()}
-        return {"computing": list(self._computing), "count": dict(self._count), "monitors": monitors}
+        return {
+            "computing": list(self._computing),
+            "count": dict(self._count),
+            "monitors": monitors,
+            "margin": self._margin,
+            "granted": self._granted,
+            "line": None if self._line is None else list(self._line),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._computing = [float(seconds) for seconds in state["computing"]]
-        self._count = dict(state["count"])
+        self._computing.clear()
+        self._computing.extend(float(seconds) for seconds in state["computing"])
+        self._count, self._granted = dict(state["count"]), int(state["granted"])
+        self._margin = float(state["margin"])
+        self._line = None if state["line"] is None else (state["line"][0], state["line"][1])
         self._monitors = {}
         for direction, samples in state["monitors"].items():
             self._monitors[direction] = BandwidthMonitor()
