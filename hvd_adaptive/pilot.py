@@ -27,8 +27,9 @@ from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.compressors.candidates import Candidate, candidates_of, table_of
 from hvd_adaptive.exchange import Trip
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.planning import DENSE, Decision, Facts, Need, Recipe, StepFacts, Table, Transfer
+from hvd_adaptive.planning import DENSE, Facts, Need, Recipe, StepFacts, Table, Transfer
 from hvd_adaptive.planning.facts import Float64s
+from hvd_adaptive.routing import Expected
 from hvd_adaptive.telemetry import Meter
 
 LAG = 5
@@ -48,12 +49,36 @@ class _Row:
     link_bytes: Float64s
     dense_link_bytes: float
     errors: Float64s
+    """Sum over the samples: squared error of every candidate, and the gradient's energy."""
     samples: int = 0
+    total: Tensor | None = None
+    """Sum of the gradients, where they are accumulated; then nothing is in ``errors``."""
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
 
-    def measured(self) -> Float64s:
-        """Mean squared error of every candidate; zeros where nothing finite was seen."""
-        return self.errors / max(1, self.samples)
+    def sample(self, grad: Tensor, energy: float, states: Mapping[Compressor, CodecState]) -> None:
+        """Measure one gradient."""
+        self.errors[:-1] += table_of(grad, self.layer, self.candidates, states)[0]
+        self.errors[-1] += energy
+        self.samples += 1
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Add a gradient to those that are measured together."""
+        self.total = grad.clone() if self.total is None else self.total.add_(grad)
+        self.samples += 1
+
+    def take(self, states: Mapping[Compressor, CodecState]) -> Float64s:
+        """Mean error of every candidate, and energy; zeros where nothing finite was seen."""
+        if self.total is not None:
+            mean = self.total.div_(self.samples)
+            self.forget()
+            self.sample(mean, float(mean @ mean), states)
+        measured = self.errors / max(1, self.samples)
+        self.forget()
+        return measured
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.errors, self.samples, self.total = np.zeros_like(self.errors), 0, None
 
 
 Assignment: TypeAlias = tuple[Compressor | None, Level]
@@ -94,10 +119,14 @@ class Pilot:
         self._states = {} if states is None else states
         self._rows: dict[str, _Row] = {}
         self._buckets: dict[str, int] = {}
+        self._other_bytes = 0.0
         self._factors: tuple[float, ...] = self._planner.factors
         self._factor = 1.0
         self._decided = False
         self._levels: dict[str, int] = {}
+        self.expected: dict[str, Expected] = {}
+        """Of every layer under the last plan, where errors were measured."""
+        self._forecast = Forecast(meter)
         # this step's sums: energy of each layer, error at each factor, energy of what is compressed
         self._energy: dict[str, float] = {}
         self._lost: Float64s = np.zeros(len(self._factors))
@@ -114,16 +143,27 @@ class Pilot:
         self._averages: Pending | None = None
         self._table: Float64s | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._future: Future[Decision] | None = None
+        self._future: Future[str] | None = None
         self._message: str | None = None
 
     # --- what there is to decide ------------------------------------------------------------------
 
     def attach(
-        self, layers: Sequence[tuple[Layer, Compressor]], buckets: Mapping[str, int], dense_only: bool
+        self,
+        layers: Sequence[tuple[Layer, Compressor]],
+        buckets: Mapping[str, int],
+        other_bytes: float,
+        dense_only: bool,
     ) -> None:
-        """Plan for these layers and their own compressors; ``buckets`` are their buckets' indices."""
-        self._buckets = dict(buckets)
+        """Plan for these layers.
+
+        Args:
+            layers: with their own compressors.
+            buckets: their buckets' indices.
+            other_bytes: that the layers which nobody plans for put on this rank's link in a step.
+            dense_only: in the warm-up.
+        """
+        self._buckets, self._other_bytes = dict(buckets), other_bytes
         self.idle = dense_only
         if [(row.layer, row.own) for row in self._rows.values()] == list(layers):
             return
@@ -133,6 +173,7 @@ class Pilot:
             self._future.exception()  # waits: the planner must not plan and observe at once
         self._rows = {layer.name: self._row(layer, own) for layer, own in layers}
         self._levels = {name: row.default for name, row in self._rows.items()}
+        self.expected = {}
         # a plan of other layers is of no use
         self._averages = self._table = self._trigger = self._message = self._future = None
         self._sampled = 0
@@ -143,8 +184,12 @@ class Pilot:
         mine = [index for index, row in enumerate(candidates) if row.compressor == own]
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
         sizes = np.array([link_bytes(row, layer, self._ranks) for row in candidates])
-        dense = layer.nbytes * (2 * (self._ranks - 1) / self._ranks if self._ranks > 1 else 1)
-        return _Row(layer, own, candidates, default, sizes, dense, np.zeros(len(candidates)))
+        dense = on_link(layer.nbytes, Collective.REDUCE, self._ranks)
+        return _Row(layer, own, candidates, default, sizes, dense, np.zeros(len(candidates) + 1))
+
+    def renounce(self) -> None:
+        """Layers no longer do what the last plan gives them."""
+        self._decided = False
 
     def assignments(self) -> dict[str, Assignment]:
         """What the last plan gives to every layer."""
@@ -158,9 +203,11 @@ class Pilot:
     # --- measuring --------------------------------------------------------------------------------
 
     def samples(self, step: int) -> bool:
-        """Whether errors are measured in this step."""
+        """Whether this step's gradients count for the errors."""
+        if Need.ERRORS not in self._needs or self.recipe.accumulate:
+            return Need.ERRORS in self._needs
         period = self.recipe.period or 10 * SAMPLES
-        return Need.ERRORS in self._needs and step % max(1, period // SAMPLES) == 0
+        return step % max(1, period // SAMPLES) == 0
 
     @property
     def exact(self) -> bool:
@@ -191,9 +238,10 @@ class Pilot:
         energy = float(grad @ grad)
         if not np.isfinite(energy):
             return
-        if self.samples(step):
-            row.errors += table_of(grad, layer, row.candidates, self._states)[0]
-            row.samples += 1
+        if self.samples(step) and self.recipe.accumulate:
+            row.accumulate(grad)
+        elif self.samples(step):
+            row.sample(grad, energy, self._states)
         self._energy[layer.name] = energy
         if self._factors:
             self._measure_gains(row, x)
@@ -233,10 +281,11 @@ class Pilot:
 
     def end_step(self, step: int, learning_rate: float | None, trips: Sequence[Trip]) -> None:
         """A step's gradients have all been reduced; all ranks call it."""
-        now = perf_counter()
+        now = self._meter.now()
         self._sampled += self.samples(step)
         seconds = None if self._ended is None else now - self._ended
         self._ended = now
+        self._forecast.step(step, seconds, trips)
         self._tell_last()
         facts = _facts_of(step, seconds, learning_rate, trips, self._needs)
         averages = None
@@ -276,33 +325,36 @@ class Pilot:
             self._conclude()
         self._observe_backlog()
         if self._table is not None and self._future is None and self._message is None:
-            facts_now = Facts(step, self._table_of(self._table), self._bucket_array())
-            self._table = None
+            measured, self._table = self._table, None
             self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="hva-planner")
-            self._future = self._pool.submit(self._timed_plan, facts_now)
+            self._future = self._pool.submit(self._plan, step, measured)
 
-    def _timed_plan(self, facts: Facts) -> Decision:
+    def _plan(self, step: int, measured: Float64s) -> str:
+        """What all ranks are told: the decision, and what is expected of it."""
         start = perf_counter()
-        decision = self._planner.plan(facts)
-        return replace(decision, report={**decision.report, "planner_seconds": perf_counter() - start})
-
-    def _conclude(self) -> None:
-        """Make a message of what the planner decided."""
-        assert self._future is not None
-        decision, self._future = self._future.result(), None
-        self._message = self._to_message(decision)
-
-    def _to_message(self, decision: Decision) -> str:
-        # here and not when it is sent, because what fails here is told to all ranks
+        table, energies = self._table_of(measured)
+        decision = self._planner.plan(Facts(step, table, self._bucket_array(), self._other_bytes))
+        # made here and not when it is sent, because what fails here is told to all ranks
         return json.dumps(
             {
                 "levels": decision.levels.tolist(),
+                "changed": not self._decided or decision.levels.tolist() != [*self._levels.values()],
                 "factor": decision.factor,
                 "factors": list(self._planner.factors),
-                "report": decision.report,
+                "report": {**decision.report, "planner_seconds": perf_counter() - start},
                 "reasons": list(decision.reasons),
+                "errors": [
+                    0.0 if index == DENSE else float(row[index])
+                    for row, index in zip(table.errors, decision.levels, strict=True)
+                ],
+                "energies": energies.tolist() if Need.ERRORS in self._needs else [],
             }
         )
+
+    def _conclude(self) -> None:
+        """Take what the planner decided."""
+        assert self._future is not None
+        self._message, self._future = self._future.result(), None
 
     def _guard(self, work: Callable[[], None]) -> None:
         """What fails on the first rank must reach the others, who would wait for it."""
@@ -336,13 +388,13 @@ class Pilot:
         if Need.ERRORS in self._needs and not self._sampled:
             return  # asked again until something was measured
         self._trigger, self._sampled = step, 0
-        rows = self._rows.values()
-        self._averages = self._channel.mean(self._measured())
-        for row in rows:
-            row.errors, row.samples = np.zeros(len(row.candidates)), 0
+        self._averages = self._channel.mean(self._take_measured())
 
-    def adopt(self, step: int) -> dict[str, Assignment]:
+    def adopt(self, step: int) -> dict[str, Assignment] | None:
         """Take over the first rank's decision; all ranks call it.
+
+        Returns:
+            What every layer does from the next step on; None where nothing changes.
 
         Raises:
             RuntimeError: the planner failed, on all ranks.
@@ -358,7 +410,7 @@ class Pilot:
             What every layer does from this step on; None where nothing changes.
         """
         vector = self._channel.mean(self._step_vector())()
-        table = self._channel.mean(self._measured())()
+        table = self._channel.mean(self._take_measured())()
         if self._first:
             self._guard(lambda: self._decide(step, vector, table))
         decided = self._share()
@@ -370,36 +422,45 @@ class Pilot:
             _with_averages(StepFacts(step, factor=self._factor), self._factors, vector)
         )
         if not self.idle and self._planner.due(step):
-            decision = self._timed_plan(Facts(step, self._table_of(table), self._bucket_array()))
-            self._message = self._to_message(decision)
+            self._message = self._plan(step, table)
 
     def _share(self) -> Any:
         """The first rank's message, on all ranks; None where it has none."""
         message, self._message = self._channel.broadcast(self._message or ""), None
         return json.loads(message) if message else None
 
-    def _use(self, decided: dict[str, Any], step: int) -> dict[str, Assignment]:
+    def _use(self, decided: dict[str, Any], step: int) -> dict[str, Assignment] | None:
         if "error" in decided:
             raise RuntimeError(f"the planner failed on the first rank: {decided['error']}")
         self._levels = dict(zip(self._rows, decided["levels"], strict=True))
+        foreseen = zip(decided["errors"], decided["energies"], strict=False)
+        self.expected = {
+            name: (error, energy)
+            for name, (error, energy) in zip(self._rows, foreseen, strict=False)
+            if energy > 0  # else nothing was seen of it
+        }
         self._factor, self._factors = decided["factor"], tuple(decided["factors"])
         self._decided = True
         self._lost = np.zeros(len(self._factors))
+        self._forecast.begin(decided["report"], step)
         for key, value in decided["report"].items():
             if np.isfinite(value):
                 self._meter.scalar(f"plan/{key}", value, step)
         if decided["reasons"]:
             self._meter.text("plan/reasons", "; ".join(decided["reasons"]), step)
-        return self.assignments()
+        return self.assignments() if decided["changed"] else None
 
-    def _measured(self) -> Float64s:
-        """The errors of all layers' candidates, one after the other."""
-        return np.concatenate([np.zeros(0), *(row.measured() for row in self._rows.values())])
+    def _take_measured(self) -> Float64s:
+        """Of all layers, one after the other: the errors of its candidates, and its energy."""
+        return np.concatenate([np.zeros(0), *(row.take(self._states) for row in self._rows.values())])
 
-    def _table_of(self, flat: Float64s) -> Table:
+    def _table_of(self, measured: Float64s) -> tuple[Table, Float64s]:
+        """The candidates' errors as a table, and the layers' energies."""
         rows = list(self._rows.values())
-        cuts = np.cumsum([len(row.candidates) for row in rows])[:-1]
-        return self._make_table(rows, np.split(flat, cuts))
+        ends = np.cumsum([len(row.errors) for row in rows], dtype=np.int64)
+        parts = np.split(measured, ends[:-1])
+        table = self._make_table(rows, [part[:-1] for part in parts[: len(rows)]])
+        return table, measured[ends - 1]
 
     def _bucket_array(self) -> Any:
         return np.array([self._buckets[name] for name in self._rows], dtype=np.int64)
@@ -419,6 +480,7 @@ class Pilot:
             "recipe": type(self.recipe).__name__,
             "planner": self._planner.state_dict(),
             "levels": dict(self._levels),
+            "expected": dict(self.expected),
             "factor": self._factor,
             "decided": self._decided,
             "factors": list(self._factors),
@@ -426,7 +488,10 @@ class Pilot:
             "message": self._message,
             "table": None if self._table is None else self._table.tolist(),
             "sampled": self._sampled,
-            "measured": {name: [row.errors.tolist(), row.samples] for name, row in self._rows.items()},
+            "measured": {
+                name: [row.errors.tolist(), row.samples, _copy(row.total)]
+                for name, row in self._rows.items()
+            },
         }
 
     def _observe_backlog(self) -> None:
@@ -463,18 +528,75 @@ class Pilot:
         self._trigger, self._message = state["trigger"], state["message"]
         self._table = None if state["table"] is None else np.array(state["table"])
         self._levels = dict(state["levels"])
+        self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         for name, row in self._rows.items():
-            errors, row.samples = state["measured"][name]
-            row.errors = np.array(errors)
+            errors, row.samples, total = state["measured"][name]
+            row.errors, row.total = np.array(errors), _copy(total)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+class Forecast:
+    """What a plan was expected to cost, against what its steps cost.
+
+    Both are written every :data:`TELL` steps, and when the plan ends.
+    """
+
+    TELL = 50
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._report: Mapping[str, float] = {}
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+
+    def begin(self, report: Mapping[str, float], step: int) -> None:
+        """A plan takes effect after this step."""
+        self._tell(step)
+        self._report = report
+        self._forget()
+
+    def step(self, step: int, seconds: float | None, trips: Sequence[Trip]) -> None:
+        """One step under the plan."""
+        if not self._report or seconds is None or not trips:
+            return
+        self._steps += 1
+        costs = {
+            "bytes": sum(trip.traffic for trip in trips),
+            "seconds": seconds,
+            "sync_seconds": span_of(trips),
+        }
+        for key, value in costs.items():
+            self._sums[key] = self._sums.get(key, 0.0) + value
+        if self._steps == self.TELL:
+            self._tell(step)
+            self._forget()
+
+    def _tell(self, step: int) -> None:
+        """The means since the last time, beside what was predicted of them."""
+        for key, measured in self._sums.items():
+            if key in self._report:
+                self._meter.scalar(f"forecast/predicted_{key}", self._report[key], step)
+                self._meter.scalar(f"forecast/measured_{key}", measured / self._steps, step)
+
+    def _forget(self) -> None:
+        self._sums, self._steps = {}, 0
 
 
 def link_bytes(candidate: Candidate, layer: Layer, ranks: int) -> float:
     """Bytes that one rank's link carries in one direction for a layer (ring algorithms)."""
     compressor = candidate.compressor
     payload = compressor.wire_bytes(layer.numel, candidate.level, shape=layer.shape)
+    return on_link(payload, compressor.collective, ranks)
+
+
+def on_link(payload: float, collective: Collective, ranks: int) -> float:
+    """Bytes that a link carries in one direction for a payload of one rank (ring algorithms)."""
     if ranks == 1:
         return float(payload)
-    if compressor.collective is Collective.GATHER:
+    if collective is Collective.GATHER:
         return float(payload) * (ranks - 1)
     return payload * 2 * (ranks - 1) / ranks
 
@@ -516,9 +638,13 @@ def _facts_of(
         nbytes = np.zeros(1 + max(trip.bucket for trip in trips))
         for trip in trips:
             nbytes[trip.bucket] += trip.traffic
-        span = max(trip.done for trip in trips) - min(trip.launched for trip in trips)
-        facts = replace(facts, bucket_bytes=nbytes, sync_seconds=span)
+        facts = replace(facts, bucket_bytes=nbytes, sync_seconds=span_of(trips))
     return facts
+
+
+def span_of(trips: Sequence[Trip]) -> float:
+    """Seconds from the start of the first collective to the end of the last."""
+    return max(trip.done for trip in trips) - min(trip.launched for trip in trips)
 
 
 def _transfers(trips: Sequence[Trip]) -> list[Transfer]:

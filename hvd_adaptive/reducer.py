@@ -16,17 +16,17 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.buckets import Bucket, build_buckets
+from hvd_adaptive.buckets import Bucket, Route, build_buckets
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.pilot import Assignment, Pilot
+from hvd_adaptive.pilot import Assignment, Pilot, on_link
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.routing import Choice, make_plan
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 
 _NO_BUCKET = -1
 
@@ -365,12 +365,14 @@ class Reducer:
         if ready:
             self._switch(self._pilot.adopt(self.rounds))
 
-    def _switch(self, assignments: Mapping[str, Assignment]) -> None:
-        """Compress as planned from the next gradient on.
+    def _switch(self, assignments: Mapping[str, Assignment] | None) -> None:
+        """Compress as planned from the next gradient on; None changes nothing.
 
         Raises:
             ValueError: ranks hold different plans.
         """
+        if assignments is None:
+            return
         self._choice = replace(self._choice, planned=assignments)
         self._lay_out(self._order)
         digests = self._control.allgather(self.plan.digest)
@@ -380,7 +382,6 @@ class Reducer:
                     f"rank {rank} of the process set has the plan {digest}, this rank has "
                     f"{self.plan.digest}: all ranks must build the same model and pass the same options"
                 )
-        self._exchange.meter.text("plan/table", f"```\n{self.plan}\n```", self.rounds)
 
     def _decide_first(self, pilot: Pilot, buckets: Sequence[Bucket]) -> None:
         """Measure all gradients and plan with them before the first is sent."""
@@ -388,9 +389,7 @@ class Reducer:
             if bucket.collective is not Collective.SPARSE:
                 grads = [self._dense_grad(layer.index) for layer in bucket.layers]
                 self._measure(pilot, bucket, grads)
-        assignments = pilot.decide_now(self.rounds)
-        if assignments is not None:
-            self._switch(assignments)
+        self._switch(pilot.decide_now(self.rounds))
 
     def _complete(self) -> None:
         """Launch what has not been launched, and wait for everything."""
@@ -526,7 +525,7 @@ class Reducer:
         self._next = 0
         self._attach(self._buckets, kept)
         if self._pilot:
-            self._attach_pilot(self._pilot, self._buckets, step < 0)
+            self._attach_pilot(self._pilot, self._buckets, routes, step < 0)
         self._laid_out_for = self._control.size
         self._bucket_of = [_NO_BUCKET] * len(self._params)
         for bucket in self._buckets:
@@ -534,9 +533,13 @@ class Reducer:
                 self._bucket_of[layer.index] = bucket.index
         self._waiting = [len(bucket.layers) for bucket in self._buckets]
         in_order = [layer for name, layer in by_name.items() if name in routes]
-        self.plan = make_plan(in_order, routes, self.plan.version + 1, self.rounds)
+        expected = self._pilot.expected if self._pilot else {}
+        self.plan = make_plan(in_order, routes, self.plan.version + 1, self.rounds, expected)
+        self._exchange.meter.plan(self.plan, self.rounds)
 
-    def _attach_pilot(self, pilot: Pilot, buckets: Sequence[Bucket], idle: bool) -> None:
+    def _attach_pilot(
+        self, pilot: Pilot, buckets: Sequence[Bucket], routes: Mapping[str, Route], idle: bool
+    ) -> None:
         """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
         layers = [
             (layer, own)
@@ -546,7 +549,19 @@ class Reducer:
             and not own.whole_model
         ]
         places = {layer.name: bucket.index for bucket in buckets for layer in bucket.layers}
-        pilot.attach([row for row in layers if row[0].name in places], places, idle)
+        mine = [row for row in layers if row[0].name in places]
+        planned = {layer.name for layer, _ in mine}
+        others = [
+            layer
+            for bucket in buckets
+            for layer in bucket.layers
+            if layer.name not in planned and bucket.collective is not Collective.SPARSE
+        ]
+        rows = make_plan(others, routes, version=0, step=0)
+        bytes_of_others = sum(
+            on_link(row.wire_bytes, routes[row.layer].collective, self._control.size) for row in rows
+        )
+        pilot.attach(mine, places, bytes_of_others, idle)
 
     def _attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
         """Give every bucket the memory of its feedback rule."""
@@ -612,6 +627,8 @@ class Reducer:
         self._choice = self._control.agree(
             "set_compression", checked, Choice.digest, alone=not self._active
         )
+        if self._pilot:
+            self._pilot.renounce()
         if self._buckets is not None:
             self._lay_out(self._order)
         else:

@@ -26,6 +26,8 @@ from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import LayerPlan, Plan
 
 Spec: TypeAlias = str | Compressor | type[Compressor]
+Expected: TypeAlias = tuple[float, float]
+"""Squared L2 error of compressing a layer's gradient, and the gradient's squared L2 norm."""
 
 # Tensors under this size, and biases and norms, travel dense: they are under 1 % of a model's bytes
 # and lose most by compression.
@@ -212,15 +214,26 @@ def wire_dtype(compressor: Compressor, layer: Layer) -> torch.dtype | None:
     return layer.dtype if layer.dtype in _SUMMABLE else torch.float32
 
 
-def make_plan(layers: Sequence[Layer], routes: Mapping[str, Route], version: int, step: int) -> Plan:
-    """The routes as a plan."""
-    return Plan(tuple(_row(layer, routes[layer.name]) for layer in layers), version=version, step=step)
+def make_plan(
+    layers: Sequence[Layer],
+    routes: Mapping[str, Route],
+    version: int,
+    step: int,
+    expected: Mapping[str, Expected] | None = None,
+) -> Plan:
+    """The routes as a plan; ``expected`` is what a planner foresees of some layers, by name."""
+    foreseen = expected or {}
+    rows = (_row(layer, routes[layer.name], foreseen.get(layer.name)) for layer in layers)
+    return Plan(tuple(rows), version=version, step=step)
 
 
-def _row(layer: Layer, route: Route) -> LayerPlan:
+def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:
     if isinstance(route.compressor, CastCompressor) and route.wire_dtype is not None:
         wire_bytes = layer.numel * route.wire_dtype.itemsize
     else:
         wire_bytes = route.compressor.wire_bytes(layer.numel, route.level, shape=layer.shape)
     spec = "sparse" if route.collective is Collective.SPARSE else format_spec(route.compressor)
-    return LayerPlan(layer.name, layer.shape, spec, route.level, wire_bytes, layer.nbytes)
+    error, energy = expected or (None, None)
+    return LayerPlan(
+        layer.name, layer.shape, spec, route.level, wire_bytes, layer.nbytes, error, energy
+    )

@@ -25,6 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol
 
+from hvd_adaptive.picture import PlanPicture
+from hvd_adaptive.planning.plan import Plan
+
 __all__ = ["JsonLinesSink", "Meter", "Sink", "Summary", "Telemetry", "TensorBoardSink"]
 
 # Columns of a bucket's row of sums. Plain integers: an enum's lookup would cost more than the sum.
@@ -34,6 +37,8 @@ _COLUMNS: Final = 9
 
 # Complete steps that the summary leaves out: kernels compile and buffers are allocated in them.
 _WARMUP_STEPS: Final = 5
+
+_PICTURE_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -119,13 +124,15 @@ class Sink(Protocol):
 
     def text(self, tag: str, text: str, step: int) -> None: ...
 
+    def plan(self, plan: Plan, step: int) -> None: ...
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JsonLinesSink:
-    """One JSON object a line: `{"step": 20, "time": 1.7e9, "scalars": {...}}`, or "texts".
+    """One JSON object a line: `{"step": 20, "time": 1.7e9, "scalars": {...}}`, or "texts", or "plan".
 
     NaN and the infinities become null: JSON has no word for them. An existing file is continued,
     so a resumed job keeps one file. Each line is flushed, so that the file can be followed.
@@ -142,7 +149,10 @@ class JsonLinesSink:
     def text(self, tag: str, text: str, step: int) -> None:
         self._write(step, "texts", {tag: text})
 
-    def _write(self, step: int, key: str, values: Mapping[str, float | str | None]) -> None:
+    def plan(self, plan: Plan, step: int) -> None:
+        self._write(step, "plan", plan.record())
+
+    def _write(self, step: int, key: str, values: Mapping[str, Any]) -> None:
         line = json.dumps({"step": step, "time": time.time(), key: values}, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
@@ -156,6 +166,8 @@ class JsonLinesSink:
 
 class TensorBoardSink:
     """TensorBoard event files, written in the calling thread.
+
+    Of a plan: the text `plan/table`, the image `plan/levels`, and `gain/LAYER` where it was measured.
 
     TensorBoard's own `EventFileWriter` writes in a thread whose errors surface at some later call;
     here a full disk is reported by the call that met it. All scalars of a step travel in one event.
@@ -185,6 +197,10 @@ class TensorBoardSink:
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
             f"{os.getpid()}.{next(self._counter)}"
         )
+        self._picture = PlanPicture()
+        # a plan that is not shown yet, and when the last one was
+        self._unshown: tuple[Plan, int] | None = None
+        self._shown = -math.inf
         self._file = (_make_folder(logdir) / name).open("xb")
         self._records: Any = record_writer.RecordWriter(self._file)
         self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -206,6 +222,31 @@ class TensorBoardSink:
         )
         self._write_summary(step, [value])
 
+    def plan(self, plan: Plan, step: int) -> None:
+        """The plan as a table, as a picture of all plans so far, and what it expects of each layer.
+
+        At most twice a minute: some planners change their mind every few steps.
+        """
+        self._picture.add(plan, step)
+        self._unshown = plan, step
+        if time.monotonic() >= self._shown + _PICTURE_SECONDS:
+            self._show_plan()
+
+    def _show_plan(self) -> None:
+        if self._unshown is None:
+            return
+        (plan, step), self._unshown = self._unshown, None
+        self._shown = time.monotonic()
+        self.text("plan/table", f"```\n{plan}\n```", step)
+        gains = {f"gain/{row.layer}": row.gain for row in plan if row.gain is not None}
+        if gains:
+            self.scalars(step, gains)
+        png, width, height = self._picture.png()
+        image = self._summary.Summary.Image(
+            encoded_image_string=png, width=width, height=height, colorspace=3
+        )
+        self._write_summary(step, [self._summary.Summary.Value(tag="plan/levels", image=image)])
+
     def _write_summary(self, step: int, values: list[Any]) -> None:
         summary = self._summary.Summary(value=values)
         self._write(self._event(wall_time=time.time(), step=step, summary=summary))
@@ -218,7 +259,10 @@ class TensorBoardSink:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._show_plan()
+        finally:
+            self._file.close()
 
 
 def _make_folder(logdir: str | os.PathLike[str]) -> Path:
@@ -432,7 +476,7 @@ class Meter:
 
     def end_step(self, step: int) -> None:
         """Closes the running step, whose number in the records is `step`."""
-        self._last = self._clock() - self._idle
+        self._last = self.now()
         self._step = step
         self._steps += 1
         if self._steps == self._boundary:
@@ -454,6 +498,14 @@ class Meter:
     def text(self, tag: str, text: str, step: int = 0) -> None:
         """Writes a text (Markdown) at once."""
         self._to_sinks(lambda sink: sink.text(tag, text, step))
+
+    def plan(self, plan: Plan, step: int) -> None:
+        """Writes what every layer does from this step on."""
+        self._to_sinks(lambda sink: sink.plan(plan, step))
+
+    def now(self) -> float:
+        """Seconds, without those that belong to no step."""
+        return self._clock() - self._idle
 
     def configuration(self, mapping: Mapping[str, object]) -> None:
         """Writes the run's settings as a table, under the tag `configuration`."""

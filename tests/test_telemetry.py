@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from hvd_adaptive.picture import BAND, WIDTH, PlanPicture
+from hvd_adaptive.planning.plan import LayerPlan, Plan
 from hvd_adaptive.telemetry import Meter, Telemetry
 
 
@@ -34,6 +36,7 @@ class Recorder:
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
         self.texts: list[tuple[int, str, str]] = []
+        self.plans: list[tuple[int, Plan]] = []
         self.closed = 0
         self.failure: Exception | None = None
 
@@ -44,6 +47,9 @@ class Recorder:
 
     def text(self, tag: str, text: str, step: int) -> None:
         self.texts.append((step, tag, text))
+
+    def plan(self, plan: Plan, step: int) -> None:
+        self.plans.append((step, plan))
 
     def flush(self) -> None:
         pass
@@ -565,3 +571,70 @@ def test_the_traffic_ratio_compares_with_what_dense_gradients_would_send() -> No
     meter.bucket(0, dense=100, payload=50, traffic=75)
     meter.end_step(1)
     assert meter.summary().ratio_traffic == 2.0
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def plan_of(*wire_bytes: int, step: int = 0) -> Plan:
+    rows = [
+        LayerPlan(f"layer{index}", (8, 8), "topk", 0.1, nbytes, 256, error=1.0, energy=4.0)
+        for index, nbytes in enumerate(wire_bytes)
+    ]
+    return Plan(tuple(rows), version=step, step=step)
+
+
+def test_a_plan_reaches_tensorboard_as_table_picture_and_gains(tmp_path: Path) -> None:
+    with Meter(str(tmp_path)) as meter:
+        meter.plan(plan_of(256, 8), 0)
+        meter.plan(plan_of(8, 256, step=30), 30)  # too soon for a picture: it is shown at the end
+    events = tensorboard_events(tmp_path)
+    images = events.Images("plan/levels")
+    assert [event.step for event in images] == [0, 30]
+    assert images[-1].encoded_image_string.startswith(b"\x89PNG")
+    assert (images[-1].width, images[-1].height) == (230 + WIDTH, 4 * BAND)
+    assert [(e.step, e.value) for e in events.Scalars("gain/layer0")] == [(0, 0.75), (30, 0.75)]
+    assert (
+        b"layer1" in events.Tensors("plan/table/text_summary")[-1].tensor_proto.string_val[0]
+        if ("plan/table/text_summary" in events.Tags()["tensors"])
+        else b"layer1" in events.Tensors("plan/table")[-1].tensor_proto.string_val[0]
+    )
+    plans = [line for line in json_lines(tmp_path) if "plan" in line]
+    assert [line["step"] for line in plans] == [0, 30]
+    assert plans[0]["plan"]["layers"][1]["error_share"] == 0.5
+
+
+def test_a_picture_has_a_band_a_layer_and_each_plan_its_share_of_the_time() -> None:
+    picture = PlanPicture()
+    picture.add(plan_of(256, 8), 0)
+    picture.add(plan_of(8, 8), 300)
+    picture.add(Plan((LayerPlan("late", (2,), "none", 32, 8, 8),)), 400)
+    pixels = picture.pixels()
+    assert pixels.shape == (3 * BAND, WIDTH, 3)
+    first, second, late = pixels[0], pixels[BAND], pixels[2 * BAND]
+    changes = [column for column in range(1, WIDTH) if (first[column] != first[column - 1]).any()]
+    assert changes == [pytest.approx(300 / 408 * WIDTH, abs=1), pytest.approx(400 / 408 * WIDTH, abs=1)]
+    assert first[0].sum() > first[changes[0]].sum()  # dense is light
+    assert (second[0] == first[changes[0]]).all()
+    assert (late[0] == 200).all()
+    assert (late[-1] == first[0]).all()
+
+
+def test_a_picture_of_very_many_plans_keeps_those_that_show() -> None:
+    picture = PlanPicture()
+    for step in range(6 * WIDTH):
+        picture.add(plan_of(256 if step < 3 * WIDTH else 8), step)
+    pixels = picture.pixels()
+    assert (pixels[0, : WIDTH // 3] == pixels[0, 0]).all()
+    assert (pixels[0, -WIDTH // 3 :] == pixels[0, -1]).all()
+    assert (pixels[0, 0] != pixels[0, -1]).any()
+
+
+def test_seconds_that_belong_to_no_step_are_not_counted() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+    before = meter.now()
+    with meter.paused():
+        clock.now += 5
+    clock.now += 1
+    assert meter.now() - before == 1

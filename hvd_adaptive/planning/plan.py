@@ -6,7 +6,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class LayerPlan:
         level: density, bits or rank.
         wire_bytes: bytes that one rank sends for it in a step (an upper bound, close to it).
         dense_bytes: bytes of the gradient itself.
+        error: expected squared L2 error of compressing its gradient; None where no planner measured it.
+        energy: squared L2 norm of that gradient.
     """
 
     layer: str
@@ -28,6 +31,15 @@ class LayerPlan:
     level: float
     wire_bytes: int
     dense_bytes: int
+    error: float | None = None
+    energy: float | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Share of the gradient's energy that is sent; None where it is not known."""
+        if self.error is None or not self.energy:
+            return None
+        return 1.0 - self.error / self.energy
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,9 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Equal for equal plans, and on all ranks."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """Equal for plans that do the same, and on all ranks; what they expect does not count."""
+        rows = [asdict(replace(row, error=None, energy=None)) for row in self.layers]
+        text = json.dumps([self.version, self.step, rows], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -60,12 +73,39 @@ class Plan:
         """Bytes of all gradients."""
         return sum(row.dense_bytes for row in self.layers)
 
+    def error_share(self, row: LayerPlan) -> float | None:
+        """A layer's share of the error of all layers; None where it is not known."""
+        whole = sum(each.error or 0.0 for each in self.layers)
+        return None if row.error is None or not whole else row.error / whole
+
+    def record(self) -> dict[str, Any]:
+        """As JSON, for a trace: shares and gains in place of errors."""
+        layers = [
+            {
+                "layer": row.layer,
+                "shape": list(row.shape),
+                "compressor": row.compressor,
+                "level": row.level,
+                "wire_bytes": row.wire_bytes,
+                "dense_bytes": row.dense_bytes,
+                "gain": row.gain,
+                "error_share": self.error_share(row),
+            }
+            for row in self.layers
+        ]
+        return {"version": self.version, "digest": self.digest, "layers": layers}
+
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
 
     def __str__(self) -> str:
-        """A table: layer, shape, compressor, level, bytes on the wire, share of the dense bytes."""
-        rows = [("layer", "shape", "compressor", "level", "bytes", "of dense")]
+        """A table of the layers and their total.
+
+        Layer, shape, compressor, level, bytes on the wire, their share of the dense bytes; and, where
+        a planner measured them, gain (share of the gradient's energy that is sent) and share of the
+        error.
+        """
+        rows = [("layer", "shape", "compressor", "level", "bytes", "of dense", "gain", "of error")]
         rows += [
             (
                 row.layer,
@@ -74,11 +114,13 @@ class Plan:
                 f"{row.level:g}",
                 f"{row.wire_bytes:,}",
                 _share(row.wire_bytes, row.dense_bytes),
+                "-" if row.gain is None else f"{row.gain:.4f}",
+                _percent(self.error_share(row)),
             )
             for row in self.layers
         ]
         total = _share(self.wire_bytes, self.dense_bytes)
-        rows.append(("total", "", "", "", f"{self.wire_bytes:,}", total))
+        rows.append(("total", "", "", "", f"{self.wire_bytes:,}", total, "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -90,4 +132,8 @@ class Plan:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.2f} %" if whole else "-"
+    return _percent(part / whole if whole else None)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"

@@ -80,11 +80,13 @@ class Facts:
         step: after which it is made.
         table: candidates of the layers; its errors only where ``Need.ERRORS`` is needed.
         buckets: ``int64[L]``: bucket of each layer, in the order in which buckets travel.
+        other_bytes: that layers which are not in the table send, whatever is decided.
     """
 
     step: int
     table: Table
     buckets: Int64s | None = None
+    other_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,18 +210,39 @@ class Planner:
             return self._try(facts)
         self._next = facts.step + self._period
         table, reasons = self._priced(facts)
+        others = facts.other_bytes
         allowed = self.budget.allow(table)
+        if allowed.reference is None:  # a bound on all that a step sends
+            allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))
         levels, shortfall, why = self._allocate(table, allowed)
         report = {
-            "bytes": table.bytes(levels),
             "error": table.error(levels),
-            "dense_bytes": table.bytes(table.all_dense()),
+            "dense_bytes": table.bytes(table.all_dense()) + others,
             "max_error": allowed.max_error,
-            "max_bytes": allowed.max_bytes,
+            "max_bytes": allowed.max_bytes + others,
             "shortfall": shortfall,
+            **self._predict(facts, levels),
             **self.budget.report(),
         }
         return Decision(levels, self.budget.factor, report, (*reasons, *why))
+
+    def _predict(self, facts: Facts, levels: Int64s) -> dict[str, float]:
+        """What a step will cost."""
+        found = {"bytes": facts.table.bytes(levels) + facts.other_bytes}
+        seconds = self.budget.seconds(found["bytes"])
+        if seconds is not None:
+            found["seconds"] = seconds
+        costs = self._costs.fit() if Need.BUCKETS in self.needs else None
+        if costs is None:
+            return found
+        found |= {"bucket_costs_r2": costs.r2, "bucket_costs_intercept": costs.intercept}
+        for bucket, coefficient in enumerate(costs.coefficients):
+            found[f"bucket_cost_{bucket}"] = float(coefficient)
+        buckets = _buckets_of(facts)
+        if len(costs.coefficients) > buckets.max(initial=0):
+            prices = costs.coefficients[buckets]
+            found["sync_seconds"] = costs.intercept + replace(facts.table, weights=prices).cost(levels)
+        return found
 
     def _allocate(self, table: Table, allowed: Allowance) -> tuple[Int64s, float, tuple[str, ...]]:
         """Levels, by how much the bound is missed, and why."""
@@ -260,7 +283,7 @@ class Planner:
         self._trial += 1
         self._next = facts.step + self._pricing.trial_steps
         reason = f"random plan {self._trial} of {self._pricing.trials}, to learn what buckets cost"
-        return Decision(levels, report={"bytes": facts.table.bytes(levels)}, reasons=(reason,))
+        return Decision(levels, report=self._predict(facts, levels), reasons=(reason,))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the steps taught, as JSON."""
@@ -295,11 +318,16 @@ class Recipe(BudgetOptions, Allocator, ABC):
 
     Args:
         period: steps between plans; 0 plans only when the budget asks for it.
+        accumulate: measure errors of the sum of all gradients since the last plan, as L-GreCo's paper
+            does, which keeps one float32 an element; else they are the mean errors of some of them.
     """
 
     period: int = 500
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
+        if self.accumulate and getattr(self, "exact", False):
+            raise ValueError("accumulate=true needs exact=false: exact plans use one step's gradients")
         if self.period < 0:
             raise ValueError(f"period={self.period}: write a number of steps, or 0")
         super().__post_init__()
