@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -136,8 +137,8 @@ class Pilot:
         self.idle = True
         """In the dense warm-up: nothing is decided."""
         self._loaded: Mapping[str, Any] | None = None
-        # of the last step, whose averages are under way, and the factors whose gains they hold
-        self._facts: tuple[StepFacts, Pending | None, tuple[float, ...]] | None = None
+        # of the last step, and what completes it once all ranks have told theirs
+        self._facts: tuple[StepFacts, list[Callable[[StepFacts], StepFacts]]] | None = None
         self._backlog: list[StepFacts] = []
         self._trigger: int | None = None
         self._averages: Pending | None = None
@@ -288,12 +289,17 @@ class Pilot:
         self._forecast.step(step, seconds, trips)
         self._tell_last()
         facts = _facts_of(step, seconds, learning_rate, trips, self._needs)
-        averages = None
+        completions: list[Callable[[StepFacts], StepFacts]] = []
         if not self.exact and self._needs & {Need.GAINS, Need.ENERGY}:
             averages = self._channel.mean(self._step_vector())
+            completions.append(partial(_with_averages, factors=self._factors, averages=averages))
+        if Need.TRANSFERS in self._needs:
+            least = self._channel.least(_own_times(facts.compute_seconds, trips))
+            traffic = [trip.traffic for trip in trips]
+            completions.append(partial(_with_times, traffic=traffic, least=least))
         if self._needs & {Need.GAINS, Need.GAINS_FIRST} and not self._decided:
             facts = replace(facts, seconds=None)  # of a factor that nobody chose
-        self._facts = (replace(facts, factor=self._factor), averages, self._factors)
+        self._facts = (replace(facts, factor=self._factor), completions)
         if self._averages is not None and self._trigger is not None and step > self._trigger:
             self._table, self._averages = self._averages(), None
         if self._first:
@@ -307,13 +313,13 @@ class Pilot:
         return np.concatenate([gains, energy])
 
     def _tell_last(self) -> None:
-        """Complete what is known of the step before this one; all ranks wait for its averages."""
+        """Complete what is known of the step before this one; all ranks wait for each other's."""
         if self._facts is None:
             return
-        facts, averages, factors = self._facts
+        facts, completions = self._facts
         self._facts = None
-        if averages is not None:
-            facts = _with_averages(facts, factors, averages())
+        for complete in completions:
+            facts = complete(facts)
         if self._first:
             self._backlog.append(facts)
 
@@ -409,18 +415,17 @@ class Pilot:
         Returns:
             What every layer does from this step on; None where nothing changes.
         """
-        vector = self._channel.mean(self._step_vector())()
+        averages = self._channel.mean(self._step_vector())
+        gains = _with_averages(StepFacts(step, factor=self._factor), self._factors, averages)
         table = self._channel.mean(self._take_measured())()
         if self._first:
-            self._guard(lambda: self._decide(step, vector, table))
+            self._guard(lambda: self._decide(step, gains, table))
         decided = self._share()
         return None if decided is None else self._use(decided, step)
 
-    def _decide(self, step: int, vector: Float64s, table: Float64s) -> None:
+    def _decide(self, step: int, gains: StepFacts, table: Float64s) -> None:
         self._observe_backlog()
-        self._planner.observe(
-            _with_averages(StepFacts(step, factor=self._factor), self._factors, vector)
-        )
+        self._planner.observe(gains)
         if not self.idle and self._planner.due(step):
             self._message = self._plan(step, table)
 
@@ -614,8 +619,9 @@ def label(candidate: Candidate) -> str:
     return f"{format_spec(candidate.compressor)} at {candidate.level:g}"
 
 
-def _with_averages(facts: StepFacts, factors: Sequence[float], vector: Float64s) -> StepFacts:
+def _with_averages(facts: StepFacts, factors: Sequence[float], averages: Pending) -> StepFacts:
     """The step with the gains at these factors and the energies of all layers."""
+    vector = averages()
     gains = dict(zip(factors, vector[: len(factors)].tolist(), strict=True))
     return replace(facts, gains=gains, energy=vector[len(factors) :])
 
@@ -632,8 +638,6 @@ def _facts_of(
         return facts
     exposed = sum(trip.exposed for trip in trips)
     facts = replace(facts, compute_seconds=max(0.0, seconds - exposed))
-    if Need.TRANSFERS in needs:
-        facts = replace(facts, transfers=_transfers(trips))
     if Need.BUCKETS in needs:
         nbytes = np.zeros(1 + max(trip.bucket for trip in trips))
         for trip in trips:
@@ -647,15 +651,30 @@ def span_of(trips: Sequence[Trip]) -> float:
     return max(trip.done for trip in trips) - min(trip.launched for trip in trips)
 
 
-def _transfers(trips: Sequence[Trip]) -> list[Transfer]:
-    """Collectives whose own time is known: those that training mostly waited for.
+def _own_times(compute_seconds: float | None, trips: Sequence[Trip]) -> Float64s:
+    """Less this rank's computing time, and the seconds of each collective; infinite where not known.
 
-    Collectives go one after the other, so one begins when the one before has ended.
+    Collectives go one after the other, so one begins when the one before has ended. What it took is
+    known where training mostly waited for it; and even then it holds the time for which this rank
+    waited until the last of the others joined. The one that joins last computes longest and waits for
+    nobody: so the least of these numbers over the ranks are what computing and each collective take.
     """
-    found, free = [], -np.inf
-    for trip in sorted(trips, key=lambda trip: trip.done):
+    times, free = [np.inf if compute_seconds is None else -compute_seconds], -np.inf
+    for trip in trips:
         seconds = trip.done - max(trip.launched, free)
         free = trip.done
-        if trip.traffic > 0 and seconds > 0 and trip.exposed >= 0.5 * seconds:
-            found.append(Transfer(trip.traffic, seconds))
-    return found
+        known = seconds > 0 and trip.exposed >= 0.5 * seconds
+        times.append(seconds if known else np.inf)
+    return np.array(times)
+
+
+def _with_times(facts: StepFacts, traffic: Sequence[int], least: Pending) -> StepFacts:
+    """The step with its transfers and computing time, from the least of :func:`_own_times`."""
+    computing, *times = least().tolist()
+    transfers = [
+        Transfer(nbytes, seconds)
+        for nbytes, seconds in zip(traffic, times, strict=True)
+        if nbytes > 0 and seconds < np.inf
+    ]
+    known = None if computing == np.inf else max(0.0, -computing)
+    return replace(facts, transfers=transfers, compute_seconds=known)
