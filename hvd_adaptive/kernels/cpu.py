@@ -1283,7 +1283,7 @@ def sample_spectrum(x: Tensor) -> npt.NDArray[np.int64]:
 
 @_kernel
 def _count_fine(x, n, floor, rows, fine):
-    """Count the lower 16 bits of the elements in the row of their bin; a spare one saves a branch.
+    """Count the lower 16 bits of the elements in the row of their bin, where it has one (not -1).
 
     Elements below floor (bits) are passed over 32 at a time.
     """
@@ -1293,19 +1293,21 @@ def _count_fine(x, n, floor, rows, fine):
             i = start + int64(trailing_zeros(hits))
             hits &= hits - uint64(1)
             magnitude = int64(load_u32(x + 4 * i)) & MAGNITUDE
-            fine[rows[magnitude >> 16], magnitude & 0xFFFF] += int32(1)
+            row = rows[magnitude >> 16]
+            if row >= 0:  # seldom: a branch that is foreseen
+                fine[row, magnitude & 0xFFFF] += int32(1)
 
 
 def refined_spectrum(x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """See :func:`hvd_adaptive.kernels.reference.refined_spectrum`. Releases the GIL."""
     check_spectrum(x)
     bins = check_bins(bins)
-    rows = np.full(BINS, len(bins), np.int32)
+    rows = np.full(BINS, -1, np.int32)
     rows[bins] = np.arange(len(bins), dtype=np.int32)
-    fine = np.zeros((len(bins) + 1, 1 << 16), np.int32)
+    fine = np.zeros((len(bins), 1 << 16), np.int32)
     floor = int(bins.min(initial=BINS)) << 16
     _count_fine(x.data_ptr(), x.numel(), floor, rows, fine)
-    return fine[:-1]
+    return fine
 
 
 def summary(x: Tensor) -> tuple[npt.NDArray[np.int64], float, float, float]:
@@ -1316,14 +1318,28 @@ def summary(x: Tensor) -> tuple[npt.NDArray[np.int64], float, float, float]:
     return hist, total, energy, float(np.uint32(top).view(np.float32))
 
 
+@_vector
+def _norms_block(x, n):
+    """Sum of magnitudes, energy, and largest magnitude (as bits) of n elements."""
+    a = carray(float32_pointer(x), n)
+    total, energy = 0.0, 0.0
+    top = int32(0)
+    for i in range(n):
+        value = np.float64(a[i])
+        total += abs(value)
+        energy += value * value
+        top = max(top, int32(float_bits(a[i]) & uint32(MAGNITUDE)))
+    return total, energy, int64(top)
+
+
 @_kernel
 def _summarise(x, n, spectrum):
     """(sum of magnitudes, energy, largest magnitude as bits), block by block: one read of memory."""
     total, energy, top = 0.0, 0.0, int64(0)
     for start in range(0, n, BLOCK):
         size = min(BLOCK, n - start)
-        total += _magnitude_sum(x + 4 * start, size)
-        block_energy, block_top = _measure_block(x + 4 * start, size)
+        block_total, block_energy, block_top = _norms_block(x + 4 * start, size)
+        total += block_total
         energy += block_energy
         top = max(top, block_top)
         _count_block(x + 4 * start, size, spectrum)

@@ -5,9 +5,11 @@ Written to be read, not to be fast: a sort instead of a threshold, an array elem
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -90,7 +92,7 @@ def dgc_floor(sampled: npt.NDArray[np.int64], numel: int, k: int) -> int:
     """
     expected = k * int(sampled[0]) / numel
     wanted = max(1, int(max(expected, 0.7 * expected + 4 * math.sqrt(expected) + 2)))
-    b = int(np.searchsorted(-sampled, -wanted, side="right")) - 1  # the last that so many reach
+    b = bisect.bisect_right(sampled, -wanted, key=operator.neg) - 1  # the last that so many reach
     if b <= 0:
         return 1
     inside = int(sampled[b] - sampled[b + 1])  # there is a next bin: those of Inf and NaN are empty
