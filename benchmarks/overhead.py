@@ -245,8 +245,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="turns of each optimizer")
     parser.add_argument("--block", type=int, default=10, help="steps in a turn")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--quick", action="store_true", help="few steps; no bars, no file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.block = 2, 3
     if args.worker:
         import horovod.torch as hvd
 
@@ -261,6 +264,8 @@ def main() -> int:
     calls["none"]["share"] = calls["none"]["300 layers"] / 1e3 / milliseconds["none"]
     calls["topk"]["share"] = calls["topk"]["300 layers"] / 1e3 / milliseconds["topk 1 %"]
     show(steps, calls)
+    if args.quick:
+        return 0
     print(f"\nwritten to {report.write('overhead', {'steps': steps, 'calls': calls})}")
     missed = [title for title in MODELS if steps[title]["ratio"]["none"] > STEP_BAR]
     if calls["topk"]["share"] > SHARE_BAR:
