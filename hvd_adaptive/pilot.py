@@ -289,6 +289,8 @@ class Pilot:
         self._forecast.step(step, seconds, trips)
         self._tell_last()
         facts = _facts_of(step, seconds, learning_rate, trips, self._needs)
+        if np.isfinite(samples := self._meter.samples_per_step):
+            facts = replace(facts, samples=samples)
         completions: list[Callable[[StepFacts], StepFacts]] = []
         if not self.exact and self._needs & {Need.GAINS, Need.ENERGY}:
             averages = self._channel.mean(self._step_vector())

@@ -503,6 +503,11 @@ class Meter:
         """Writes what every layer does from this step on."""
         self._to_sinks(lambda sink: sink.plan(plan, step))
 
+    @property
+    def samples_per_step(self) -> float:
+        """Training samples that all ranks together consume in a step; NaN where nobody said."""
+        return self._samples
+
     def now(self) -> float:
         """Seconds, without those that belong to no step."""
         return self._clock() - self._idle

@@ -65,7 +65,8 @@ class StepFacts:
         step: its number.
         seconds: from one step's start to the next one's.
         compute_seconds: of forward and backward pass.
-        samples: training samples that all ranks together consumed.
+        samples: training samples that all ranks together consumed; 1 where that is not known, so that
+            throughputs are in steps.
         factor: :attr:`Decision.factor` of the plan that it ran under.
         gains: by compression factor, ``|C(x)|^2 / |x|^2`` of the whole model, mean over the ranks.
         energy: ``float64[L]``: squared L2 norm of each layer's gradient (without what feedback adds),
