@@ -27,8 +27,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 NETLAB = [sys.executable, str(LAUNCH / "netlab.py")]
@@ -144,6 +144,31 @@ class Job:
         self._folder.cleanup()
 
 
+def train_here(ranks: int, arguments: Sequence[str], seconds: float = 300.0) -> dict[str, Any]:
+    """Runs train.py on ranks of this machine without a netlab: they exchange by shared memory.
+
+    Args:
+        ranks: how many.
+        arguments: of train.py.
+        seconds: after which the job counts as hung.
+
+    Returns:
+        What ``--result`` holds.
+
+    Raises:
+        JobError: it failed, or took too long.
+    """
+    environment = {
+        **THREADS,
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    command = ["mpirun", "-np", str(ranks), *TRAIN, "--threads", "1", *arguments]
+    return Job([command], environment, seconds).results()[0]
+
+
 class Lab:
     """Hosts that are up within a ``with`` block.
 
@@ -163,8 +188,8 @@ class Lab:
         reason = why_not()
         if reason:
             raise SystemExit(f"no netlab: {reason}")
-        # Or the hosts would stay.
-        signal.signal(signal.SIGTERM, _end)
+        # As Ctrl-C, or the hosts would stay.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             self.netlab("up", str(self.hosts), self._first_rate)
         except BaseException:
@@ -281,7 +306,3 @@ class Lab:
                 if failed:
                     errors.seek(0)
                     raise JobError(f"the trace '{words}' failed: {errors.read().strip()}")
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)

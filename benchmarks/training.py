@@ -1,0 +1,436 @@
+"""Step time and time to accuracy of whole trainings: 4 hosts, links of several rates, every method.
+
+    sudo -E python benchmarks/training.py            # all cells, hours; tables, results/training.json
+    sudo -E python benchmarks/training.py --only model=lstm,rate=200mbit --minutes 5
+    python benchmarks/training.py --show             # the tables of what has been measured
+    python benchmarks/training.py --check            # and exit code 1 if a bar is missed
+    sudo -E python benchmarks/training.py --quick    # seconds; a smoke run that writes no file
+
+There are two kinds of cells. Each is stored as soon as it is measured, and not measured again.
+
+*steps* trains for some dozens of steps on 4 hosts (launch/netlab.sh) and takes the median step after
+the first ones. The method ``alone`` is 4 runs of one rank that exchange nothing, at the same time on
+the same 4 hosts: what a step costs when communication and compression cost nothing. Stock Horovod and
+``none`` use Open MPI's ring allreduce, which is made for large tensors; ``-default`` is what Open MPI
+chooses by itself.
+
+*courses* train on 4 ranks for as many steps with each method and evaluate every so often, from 3 seeds.
+What they reach after so many steps does not depend on the network, so they are run once, without one
+(shared memory), and
+
+    seconds to target = steps to target x median step at that rate
+
+where the steps of the dense warm-up that a method may begin with cost what those of ``none`` cost. The
+target of a seed is what stock fp32 ends with from it, less half a point of accuracy or plus 1 % of
+perplexity. Kimad's course does depend on the rate: it is run on the slow network, and its own clock
+counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lab
+import training_tables as tables
+from training_tables import ALONE, DENSE, FP16, TOPK
+
+import report
+
+HOSTS = 4
+UNSHAPED = "unshaped"
+RATES = {"200mbit": "200mbit", "100mbit": "100mbit", "1gbit": "1gbit", UNSHAPED: lab.UNSHAPED}
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Args:
+        preset: of launch/train.py.
+        steps: of a course.
+        eval_every: steps between two evaluations of a course.
+        kimad_seconds: the step time that Kimad is asked to keep.
+        options: of train.py, in courses.
+    """
+
+    preset: str
+    steps: int
+    eval_every: int
+    kimad_seconds: float
+    options: tuple[str, ...] = ()
+
+
+MODELS = {
+    "lstm": Model("lstm-sotu", 300, 20, 0.4, ("--eval-examples", "1000")),
+    "mlp": Model("mlp-fashion", 234, 18, 0.25),
+    "resnet": Model("resnet-fashion", 468, 36, 0.15),
+    "transformer": Model("transformer-sotu", 300, 20, 0.25, ("--eval-examples", "1000")),
+    "digits": Model("mlp-digits", 40, 8, 0.1),
+}
+"""The last is for --quick only."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients travel.
+
+    Args:
+        options: of train.py.
+        warmup: dense steps at the start of a course.
+        settle: steps until it goes on as it then stays; those are not counted in step times.
+        heavy: sends dense gradients, so that few steps take long on a slow network.
+        environment: of the ranks.
+        models: that it is run on.
+    """
+
+    options: tuple[str, ...]
+    warmup: int = 0
+    settle: int = 8
+    heavy: bool = False
+    environment: Mapping[str, str] = field(default_factory=lambda: lab.RING)
+    models: tuple[str, ...] = tuple(MODELS)
+
+    @property
+    def is_stock(self) -> bool:
+        return "stock" in self.options
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether what is sent depends on the network."""
+        return any("{seconds}" in option for option in self.options)
+
+
+def _stock(compression: str, environment: Mapping[str, str] = lab.RING, **more: Any) -> Method:
+    options = ("--optimizer", "stock", "--compression", compression)
+    return Method(options, heavy=True, environment=environment, **more)
+
+
+def _own(compression: str, planner: str = "", **more: Any) -> Method:
+    planned = ("--planner", planner) if planner else ()
+    # Until the first plans are in force.
+    settle = {"settle": 65} if planner else {}
+    return Method(("--compression", compression, *planned), **{**settle, **more})
+
+
+METHODS = {
+    ALONE: Method(("--optimizer", "stock")),
+    FP16: _stock("fp16"),
+    DENSE: _stock("none"),
+    "none": _own("none", heavy=True),
+    "fp16": _own("fp16", heavy=True),
+    TOPK: _own("topk:density=0.01,values=int8"),
+    "topk-fp32": _own("topk:density=0.01"),
+    "stock-fp32-default": _stock("none", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
+    "stock-fp16-default": _stock("fp16", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
+    "powersgd": _own("powersgd:rank=4"),
+    "qsgd": _own("qsgd:bits=4"),
+    "lgreco": _own("topk:density=0.01,values=int8", "lgreco:period=50"),
+    "kimad": _own("topk:density=0.01,values=int8", "kimad:seconds={seconds}"),
+    "gravac": _own("topk:density=0.01,values=int8", "gravac:window=25"),
+    "accordion": _own("topk:density=0.01,values=int8", "accordion:period=25"),
+}
+WITHOUT_COURSE = (ALONE, "stock-fp32-default", "stock-fp16-default", "none", "fp16")
+"""Dense gradients are dense gradients: ``none`` learns what stock fp32 learns."""
+
+
+# --- cells --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: ``steps`` has a rate, ``course`` a seed, and a course of Kimad has both."""
+
+    kind: str
+    model: str
+    method: str
+    rate: str = ""
+    seed: str = ""
+
+    @property
+    def key(self) -> str:
+        return "/".join(filter(None, (self.kind, self.model, self.method, self.rate, self.seed)))
+
+    def arguments(self) -> list[str]:
+        """Of train.py."""
+        model, method = MODELS[self.model], METHODS[self.method]
+        options = [option.format(seconds=model.kimad_seconds) for option in method.options]
+        warmup = method.warmup if self.kind == "course" else 0
+        if not method.is_stock:
+            options += ["--compression-warmup-steps", str(warmup)]
+        length = self._course(model) if self.kind == "course" else self._steps(method)
+        return ["--preset", model.preset, *options, *length]
+
+    def _course(self, model: Model) -> list[str]:
+        every = ["--steps", str(model.steps), "--eval-every", str(model.eval_every)]
+        return [*every, *model.options, "--seed", self.seed]
+
+    def _steps(self, method: Method) -> list[str]:
+        counted = 8 if method.heavy and self.rate in ("100mbit", "200mbit") else 24
+        if self.method == ALONE:
+            counted = 52  # of which half counts
+        # Losses are averaged over the ranks at the end only: that is no part of a step.
+        return ["--steps", str(method.settle + counted), "--log-every", "100000",
+                "--eval-examples", "64"]  # fmt: skip
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, the most important first."""
+    for model in ("lstm", "mlp"):
+        yield from _step_cells(model, "200mbit")
+        yield from _course_cells(model, (DENSE, FP16, TOPK))
+    for model in ("resnet", "transformer"):
+        yield from _step_cells(model, "200mbit")
+    for rate in ("1gbit", UNSHAPED, "100mbit"):
+        for model in ("lstm", "mlp", "resnet", "transformer"):
+            yield from _step_cells(model, rate)
+    for model in ("lstm", "mlp", "resnet", "transformer"):
+        yield from _course_cells(model, tuple(METHODS))
+    yield from _step_cells("digits", "200mbit")
+    yield from _course_cells("digits", (DENSE, FP16, TOPK))
+
+
+def _step_cells(model: str, rate: str) -> Iterator[Cell]:
+    for name, method in METHODS.items():
+        if model in method.models:
+            # Without exchange, all rates are one.
+            yield Cell("steps", model, name, "" if name == ALONE else rate)
+
+
+def _course_cells(model: str, methods: Sequence[str]) -> Iterator[Cell]:
+    for seed in SEEDS:
+        for name in methods:
+            if name in WITHOUT_COURSE:
+                continue
+            rates = ("200mbit",) if METHODS[name].follows_rate else ("",)
+            yield from (Cell("course", model, name, rate, str(seed)) for rate in rates)
+
+
+def select(only: str) -> list[Cell]:
+    """The cells that fit, each once.
+
+    Args:
+        only: ``model=lstm,rate=200mbit,method=topk/stock-fp16``; nothing is all but --quick's.
+
+    Raises:
+        ValueError: a name or a value that no cell has.
+    """
+    wanted: dict[str, set[str]] = {}
+    for part in filter(None, only.split(",")):
+        name, _, listed = part.partition("=")
+        wanted[name.strip()] = set(listed.strip().split("/"))
+    everything = list(dict.fromkeys(cells()))
+    for name, values in wanted.items():
+        if name not in Cell.__dataclass_fields__:
+            raise ValueError(f"no cell has a {name!r}: write {', '.join(Cell.__dataclass_fields__)}")
+        known = {getattr(cell, name) for cell in everything}
+        if values - known:
+            raise ValueError(
+                f"no {name} {', '.join(sorted(values - known))}: there are {', '.join(sorted(known))}"
+            )
+    if "model" not in wanted:
+        wanted["model"] = set(MODELS) - {"digits"}
+    return [
+        cell
+        for cell in everything
+        # What needs no rate fits every rate.
+        if all(getattr(cell, name) in values | {""} for name, values in wanted.items())
+    ]
+
+
+# --- measuring ----------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Measures cells on a lab that is made when the first of them needs one."""
+
+    def __init__(self, hosts: int = HOSTS) -> None:
+        self._hosts = hosts
+        self._stack = ExitStack()
+        self._lab: lab.Lab | None = None
+        self._rate = ""
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """What is stored of a cell."""
+        if cell.kind == "course":
+            return self._course(cell)
+        if cell.method == ALONE:
+            return _alone(self._hosts_at("200mbit").train_alone(cell.arguments()))
+        found = self._train(cell, seconds=400)
+        settled = found["step_seconds"][METHODS[cell.method].settle :]
+        kept = ("costs", "samples_per_step", "dense_bytes")
+        return _spread(settled) | {name: found[name] for name in kept}
+
+    def _course(self, cell: Cell) -> dict[str, Any]:
+        if cell.rate:
+            found = self._train(cell, seconds=900)
+        else:
+            found = lab.train_here(self._hosts, cell.arguments(), seconds=900)
+        kept = ("steps", "train_loss", "held_out", "evaluations")
+        return {"warmup": METHODS[cell.method].warmup} | {name: found[name] for name in kept}
+
+    def _train(self, cell: Cell, seconds: float) -> dict[str, Any]:
+        hosts = self._hosts_at(RATES[cell.rate])
+        return hosts.train(cell.arguments(), METHODS[cell.method].environment, seconds)
+
+    def _hosts_at(self, rate: str) -> lab.Lab:
+        if self._lab is None:
+            self._lab = self._stack.enter_context(lab.Lab(self._hosts, rate))
+        elif rate != self._rate:
+            self._lab.set_rate(rate)
+        self._rate = rate
+        return self._lab
+
+
+def _alone(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The middle half of each run: all the others are training then, too."""
+    middle = [
+        seconds
+        for each in results
+        for seconds in each["step_seconds"][each["steps"] // 4 : each["steps"] * 3 // 4]
+    ]
+    samples = sum(each["samples_per_step"] for each in results)
+    return _spread(middle) | {"samples_per_step": samples, "dense_bytes": results[0]["dense_bytes"]}
+
+
+def _spread(seconds: list[float]) -> dict[str, Any]:
+    ordered = sorted(seconds)
+    return {
+        "median": statistics.median(ordered),
+        "p90": ordered[int(0.9 * (len(ordered) - 1))],
+        "counted": len(ordered),
+    }
+
+
+def setting(cell: Cell) -> list[str]:
+    """What makes two measurements of a cell comparable."""
+    environment = METHODS[cell.method].environment
+    return [*cell.arguments(), *(f"{name}={value}" for name, value in environment.items())]
+
+
+def missing(chosen: Sequence[Cell], done: Mapping[str, Any]) -> list[Cell]:
+    """Those that have not been measured with these settings."""
+    return [cell for cell in chosen if done.get(cell.key, {}).get("setting") != setting(cell)]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The cells that a file holds."""
+    found: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
+    return found
+
+
+def measure_all(
+    chosen: Sequence[Cell], done: dict[str, Any], out: Path | None, hosts: int, minutes: float
+) -> int:
+    """Measures one cell after the other and stores each at once.
+
+    Returns:
+        How many failed.
+    """
+    end = time.monotonic() + 60 * minutes
+    failed = 0
+    with Bench(hosts) as bench:
+        for number, cell in enumerate(chosen):
+            if time.monotonic() > end:
+                print(f"the time is up: {len(chosen) - number} of {len(chosen)} cells are left")
+                break
+            started = time.monotonic()
+            try:
+                figures = bench.measure(cell)
+            except lab.JobError as error:
+                # The others may still succeed; this one is tried again the next time.
+                failed += 1
+                print(f"[{number + 1}/{len(chosen)}] {cell.key}: {error}", flush=True)
+                continue
+            done[cell.key] = {"setting": setting(cell), **figures}
+            if out is not None:
+                report.write(out.stem, {"hosts": hosts, "cells": done}, out.parent)
+            took = time.monotonic() - started
+            print(
+                f"[{number + 1}/{len(chosen)}] {cell.key}: {_brief(figures)}  ({took:.0f} s)",
+                flush=True,
+            )
+    return failed
+
+
+def _brief(figures: Mapping[str, Any]) -> str:
+    if "median" in figures:
+        return f"{1e3 * figures['median']:.0f} ms a step"
+    score = figures["held_out"]
+    return ", ".join(f"{name} {value:.4g}" for name, value in score.items() if name != "examples")
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with the chosen cells."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", metavar="NAME=VALUE[/VALUE],...",
+        help="cells to measure; names are kind, model, method, rate, seed")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no cell after so many")
+    parser.add_argument("--redo", action="store_true", help="measure again what the file holds already")
+    parser.add_argument("--list", action="store_true", help="list the cells that would be measured")
+    parser.add_argument("--show", action="store_true", help="measure nothing, print the tables")
+    parser.add_argument(
+        "--check", action="store_true", help="as --show; exit with 1 if a bar is missed"
+    )
+    parser.add_argument("--quick", action="store_true",
+        help="a smoke run with a tiny model on 2 hosts; writes a file only with --out")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="(results/training.json)")
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.only = args.only or f"model=digits,seed=0,method={ALONE}/{DENSE}/{TOPK}"
+    else:
+        args.out = args.out or report.RESULTS / "training.json"
+    try:
+        args.cells = select(args.only)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = parse(arguments)
+    done = load(args.out) if args.out else {}
+    todo = args.cells if args.redo else missing(args.cells, done)
+    if args.list:
+        print(*(cell.key for cell in todo), sep="\n")
+        return 0
+    status = 0
+    if todo and not (args.show or args.check):
+        # As Ctrl-C: hosts are removed, what was measured is shown.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            hosts = 2 if args.quick else HOSTS
+            status = int(measure_all(todo, done, args.out, hosts, args.minutes) > 0)
+        except KeyboardInterrupt:
+            print(f"interrupted; {len(done)} cells are stored, the same command goes on with the rest")
+            status = 130
+    print(tables.show(done))
+    if not args.check:
+        return status
+    missed = tables.missed(done)
+    print(*(f"bar missed: {each}" for each in missed), sep="\n")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

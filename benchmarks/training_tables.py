@@ -1,0 +1,300 @@
+"""What benchmarks/training.py has measured, as tables, and the bars that it must meet.
+
+All functions take the stored cells: a dictionary from "steps/MODEL/METHOD/RATE" or
+"course/MODEL/METHOD/SEED" (with a rate before the seed where a course was run on a slow network) to
+figures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import report
+
+Cells = Mapping[str, Any]
+
+ALONE, DENSE, FP16, TOPK = "alone", "stock-fp32", "stock-fp16", "topk"
+RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
+
+ACCURACY_SLACK, PERPLEXITY_SLACK = 0.005, 1.01
+ALONE_BAR, SPEED_BAR, TARGET_BAR = 1.3, 4.0, 1 / 3
+
+
+# --- derived figures ----------------------------------------------------------------------------------
+
+
+def step_of(cells: Cells, model: str, method: str, rate: str) -> Mapping[str, Any] | None:
+    """The figures of one step; those of ``alone`` hold at every rate."""
+    key = f"steps/{model}/{method}" if method == ALONE else f"steps/{model}/{method}/{rate}"
+    found: Mapping[str, Any] | None = cells.get(key)
+    return found
+
+
+def courses_of(cells: Cells, model: str, method: str, rate: str = "") -> dict[str, Mapping[str, Any]]:
+    """A method's courses by seed; with a rate, those that were run at it."""
+    start = "/".join(filter(None, ("course", model, method, rate))) + "/"
+    return {
+        key.removeprefix(start): course
+        for key, course in cells.items()
+        if key.startswith(start) and key.removeprefix(start).isdigit()
+    }
+
+
+def ratio(cells: Cells, model: str, rate: str, method: str, other: str) -> float:
+    """A method's median step in those of another; NaN where one is not measured."""
+    one, two = (step_of(cells, model, each, rate) for each in (method, other))
+    return float(one["median"] / two["median"]) if one and two else math.nan
+
+
+def metric(course: Mapping[str, Any]) -> str:
+    """What counts of a score."""
+    return "perplexity" if "perplexity" in course["held_out"] else "accuracy"
+
+
+def reaches(score: Mapping[str, float], dense: Mapping[str, float]) -> bool:
+    """Whether a score is as good as the dense one, but for the slack."""
+    if "perplexity" in dense:
+        return score["perplexity"] <= PERPLEXITY_SLACK * dense["perplexity"]
+    return score["accuracy"] >= dense["accuracy"] - ACCURACY_SLACK
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method's courses, compared with the dense ones of the same seeds.
+
+    Args:
+        score: mean of what they end with.
+        loss: how much worse that is than dense: of accuracy the difference, of perplexity the share.
+        seeds: compared.
+        reached: of each, the evaluation that first reached the target, and the dense warm-up's steps.
+    """
+
+    score: float
+    loss: float
+    seeds: int
+    reached: tuple[tuple[Mapping[str, float], int] | None, ...]
+
+    @property
+    def steps(self) -> float:
+        """To the target, mean over the seeds; NaN where one did not reach it."""
+        return _mean([each[0]["step"] if each else math.nan for each in self.reached])
+
+
+def outcome(cells: Cells, model: str, method: str, rate: str = "") -> Outcome | None:
+    """None where no seed has both courses."""
+    dense = courses_of(cells, model, DENSE)
+    mine = courses_of(cells, model, method, rate)
+    seeds = sorted(set(dense) & set(mine))
+    if not seeds:
+        return None
+    name = metric(dense[seeds[0]])
+    pairs = [(mine[seed]["held_out"][name], dense[seed]["held_out"][name]) for seed in seeds]
+    means = [statistics.mean(each) for each in zip(*pairs, strict=True)]
+    reached = tuple(_first(mine[seed], dense[seed]["held_out"]) for seed in seeds)
+    loss = means[1] - means[0] if name == "accuracy" else means[0] / means[1] - 1
+    return Outcome(means[0], loss, len(seeds), reached)
+
+
+def _first(
+    course: Mapping[str, Any], dense: Mapping[str, float]
+) -> tuple[Mapping[str, float], int] | None:
+    for evaluation in course["evaluations"]:
+        if reaches(evaluation, dense):
+            return evaluation, course["warmup"]
+    return None
+
+
+def seconds_to_target(cells: Cells, model: str, method: str, rate: str) -> float:
+    """Mean over the seeds; NaN where one did not reach it, or a step time is not measured.
+
+    Courses at this rate tell it themselves; for others it is steps to target x median step.
+    """
+    direct = outcome(cells, model, method, rate)
+    if direct is not None:
+        return _mean([each[0]["seconds"] if each else math.nan for each in direct.reached])
+    indirect = outcome(cells, model, method)
+    if indirect is None:
+        return math.nan
+    return _mean(
+        [
+            seconds_of_steps(cells, model, method, rate, each[0]["step"], each[1]) if each else math.nan
+            for each in indirect.reached
+        ]
+    )
+
+
+def seconds_of_steps(
+    cells: Cells, model: str, method: str, rate: str, steps: float, warmup: int
+) -> float:
+    """So many median steps, of which the first ``warmup`` are dense; NaN where one is not measured."""
+    step, dense = step_of(cells, model, method, rate), step_of(cells, model, "none", rate)
+    first = min(steps, warmup)
+    if step is None or (first and dense is None):
+        return math.nan
+    slow = first * float(dense["median"]) if dense else 0.0
+    return slow + (steps - first) * float(step["median"])
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.mean(values) if values else math.nan
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def names(cells: Cells, position: int, kind: str = "") -> list[str]:
+    """Models (1) or methods (2) of the stored cells, in the order in which they were stored."""
+    parts = [key.split("/") for key in cells]
+    return list(dict.fromkeys(each[position] for each in parts if not kind or each[0] == kind))
+
+
+def show(cells: Cells) -> str:
+    """All tables."""
+    parts = [
+        steps_table(cells, model, rate)
+        for model in names(cells, 1, "steps")
+        for rate in RATES
+        if any(key.startswith(f"steps/{model}/") and key.endswith(f"/{rate}") for key in cells)
+    ]
+    parts += [courses_table(cells, model) for model in names(cells, 1, "course")]
+    return "\n\n".join(parts)
+
+
+def steps_table(cells: Cells, model: str, rate: str) -> str:
+    """What a step costs with each method."""
+    alone = step_of(cells, model, ALONE, rate)
+    heading: list[object] = ["step", "x alone", "samples/s", *TITLES, "bytes sent", "smaller by"]
+    rows: list[list[object]] = [[f"{model}, {rate}", *heading]]
+    for method in names(cells, 2, "steps"):
+        step = step_of(cells, model, method, rate)
+        if step is None:
+            continue
+        times = parts_of(step, alone)
+        sent = payload_of(method, step)
+        rows.append(
+            [
+                method,
+                _milliseconds(step["median"]),
+                _number(step["median"] / alone["median"] if alone else math.nan, "{:.2f}"),
+                _number(step["samples_per_step"] / step["median"], "{:.0f}"),
+                *(_milliseconds(times[name]) for name in PARTS),
+                _number(sent, "{:,.0f}"),
+                _number(step["dense_bytes"] / sent if sent else math.nan, "{:.1f}"),
+            ]
+        )
+    return report.table(rows)
+
+
+PARTS = ("compute", "compress", "communicate", "decompress")
+TITLES = ("compute", "compress", "waiting", "decompress")
+
+
+def parts_of(step: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, float]:
+    """Of a step, seconds in each of :data:`PARTS`, scaled from the mean step to the median one.
+
+    Horovod's own optimizer does not tell: its waiting is what it takes longer than ``alone``.
+    """
+    costs = step.get("costs")
+    if costs is not None and costs["communicate"] is not None:
+        scale = step["median"] / costs["total"]
+        return {name: costs[name] * scale for name in PARTS}
+    parts = dict.fromkeys(PARTS, math.nan)
+    if alone is not None:
+        parts["compute"] = alone["median"]
+        parts["communicate"] = step["median"] - alone["median"]
+    return parts
+
+
+def payload_of(method: str, step: Mapping[str, Any]) -> float:
+    """Bytes that a rank hands to the collectives in one step."""
+    if method == ALONE:
+        return 0.0
+    if method.startswith("stock"):
+        return float(step["dense_bytes"]) / (2 if "fp16" in method else 1)
+    return float(step["costs"]["payload_bytes"])
+
+
+def courses_table(cells: Cells, model: str) -> str:
+    """What each method reaches, and when."""
+    measured = [rate for rate in RATES if step_of(cells, model, DENSE, rate)]
+    dense = next(iter(courses_of(cells, model, DENSE).values()), None)
+    if dense is None:
+        return f"{model}: no course of {DENSE} yet, so no target"
+    rows: list[list[object]] = [
+        [
+            f"{model}, {dense['steps']} steps",
+            metric(dense),
+            "worse by",
+            "seeds",
+            "steps to target",
+            *(f"seconds, {rate}" for rate in measured),
+        ]
+    ]
+    for method in names(cells, 2, "course"):
+        runs = [outcome(cells, model, method), *(outcome(cells, model, method, rate) for rate in RATES)]
+        found = next((each for each in runs if each is not None), None)
+        if found is None:
+            continue
+        percent = metric(dense) == "accuracy"
+        seconds = [seconds_to_target(cells, model, method, rate) for rate in measured]
+        rows.append(
+            [
+                method,
+                f"{found.score:.2%}" if percent else f"{found.score:.2f}",
+                f"{100 * found.loss:+.2f}" + ("" if percent else " %"),
+                found.seeds,
+                _number(found.steps, "{:.0f}"),
+                *(_number(each, "{:,.0f}") for each in seconds),
+            ]
+        )
+    return report.table(rows)
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else form.format(value)
+
+
+def _milliseconds(seconds: float) -> str:
+    return _number(1e3 * seconds, "{:,.0f} ms")
+
+
+# --- bars ---------------------------------------------------------------------------------------------
+
+
+def missed(cells: Cells) -> list[str]:
+    """The bars that are not met; what is not measured is not met."""
+    alone = ratio(cells, "lstm", "200mbit", TOPK, ALONE)
+    speed = ratio(cells, "lstm", "200mbit", FP16, TOPK)
+    found = []
+    if not alone <= ALONE_BAR:
+        found.append(f"lstm, 200mbit: a step of {TOPK} is {alone:.2f} of {ALONE}, not {ALONE_BAR}")
+    if not speed >= SPEED_BAR:
+        found.append(f"lstm, 200mbit: {TOPK} is {speed:.2f} times faster than {FP16}, not {SPEED_BAR}")
+    for model in ("lstm", "mlp"):
+        found += _missed_course(cells, model)
+    return found
+
+
+def _missed_course(cells: Cells, model: str) -> list[str]:
+    found = []
+    mine, other = (seconds_to_target(cells, model, each, "200mbit") for each in (TOPK, FP16))
+    if not mine <= TARGET_BAR * other:
+        found.append(
+            f"{model}, 200mbit: {TOPK} takes {mine / other:.2f} of {FP16}'s time to the target, not"
+            f" {TARGET_BAR:.2f}"
+        )
+    ends = outcome(cells, model, TOPK)
+    dense = courses_of(cells, model, DENSE)
+    if ends is None:
+        return [*found, f"{model}: no courses of {TOPK} and {DENSE} to compare"]
+    slack = ACCURACY_SLACK if metric(next(iter(dense.values()))) == "accuracy" else PERPLEXITY_SLACK - 1
+    if ends.loss > slack or ends.seeds < 3:
+        found.append(
+            f"{model}: {TOPK} ends {100 * ends.loss:.2f} % worse than dense ({ends.seeds} seeds), not"
+            f" {100 * slack:.1f} % over 3 seeds"
+        )
+    return found

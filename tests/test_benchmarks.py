@@ -1,0 +1,290 @@
+"""The benchmarks of whole trainings: which cells are chosen, what is derived from them, a real run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+RUN_ALL = BENCHMARKS / "run_all.sh"
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """benchmarks/training.py. launch/ has modules of the same names, for other tests to find."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("training", "report")
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield importlib.import_module("training")
+    for name in names:
+        del sys.modules[name]
+    sys.modules.update(others)
+
+
+@pytest.fixture
+def tables(training: ModuleType) -> Any:
+    return training.tables
+
+
+# ------------------------------------------------------------------------------------------- cells
+
+
+def keys(training: ModuleType, only: str) -> list[str]:
+    return [cell.key for cell in training.select(only)]
+
+
+def test_each_cell_is_there_once_and_the_most_important_first(training: ModuleType) -> None:
+    everything = keys(training, "")
+    assert len(everything) == len(set(everything))
+    assert everything[0] == "steps/lstm/alone"
+    assert set(everything[:12]) >= {"steps/lstm/topk/200mbit", "steps/lstm/stock-fp16/200mbit"}
+    assert not any("digits" in key for key in everything)
+
+
+def test_a_selection_keeps_what_needs_no_rate_or_seed(training: ModuleType) -> None:
+    chosen = keys(training, "model=mlp,method=alone/topk,rate=1gbit,kind=steps")
+    assert chosen == ["steps/mlp/alone", "steps/mlp/topk/1gbit"]
+    assert keys(training, "model=lstm,method=topk,kind=course,seed=1") == ["course/lstm/topk/1"]
+    assert keys(training, "model=lstm,method=kimad,kind=course,seed=1") == [
+        "course/lstm/kimad/200mbit/1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ("model=vgg", "no model vgg: there are digits, lstm"),
+        ("size=3", "no cell has a 'size'"),
+        ("rate=3mbit", "no rate 3mbit"),
+    ],
+)
+def test_a_selection_of_nothing_is_refused(training: ModuleType, only: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training.select(only)
+
+
+def test_every_cell_is_a_command_line_that_train_py_accepts(training: ModuleType) -> None:
+    options = importlib.import_module("options")
+    for cell in training.cells():
+        parsed = options.parse(cell.arguments())
+        assert parsed.steps > training.METHODS[cell.method].settle or cell.kind == "course", cell
+        assert (parsed.optimizer == "stock") == training.METHODS[cell.method].is_stock, cell
+
+
+def test_a_stored_cell_is_measured_again_only_with_other_settings(
+    training: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = training.select("model=mlp,method=topk/stock-fp16,rate=200mbit,kind=steps")
+    done = {cell.key: {"setting": training.setting(cell)} for cell in chosen[:1]}
+    assert training.missing(chosen, done) == chosen[1:]
+    name = chosen[0].method
+    changed = training._own("topk:density=0.5")
+    monkeypatch.setitem(training.METHODS, name, changed)
+    assert training.missing(chosen, done) == chosen
+
+
+def test_each_cell_is_stored_as_soon_as_it_is_measured(
+    training: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen = training.select("model=mlp,method=alone/topk/qsgd,rate=200mbit,kind=steps")
+    trouble = {chosen[0].method: training.lab.JobError("broke"), chosen[2].method: KeyboardInterrupt()}
+
+    def measure(bench: Any, cell: Any) -> dict[str, Any]:
+        if cell.method in trouble:
+            raise trouble[cell.method]
+        return {"median": 0.5}
+
+    monkeypatch.setattr(training.Bench, "measure", measure)
+    out = tmp_path / "training.json"
+    with pytest.raises(KeyboardInterrupt):
+        training.measure_all(chosen, {}, out, 2, minutes=1)
+    stored = training.load(out)
+    assert list(stored) == [chosen[1].key]
+    assert stored[chosen[1].key] == {"setting": training.setting(chosen[1]), "median": 0.5}
+    assert training.missing(chosen, stored) == [chosen[0], chosen[2]]
+
+
+def test_no_cell_is_started_when_the_time_is_up(
+    training: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = training.select("model=mlp,rate=200mbit,kind=steps")
+    assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == 0
+    assert f"{len(chosen)} of {len(chosen)} cells are left" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def step(median: float, communicate: float | None = None) -> dict[str, Any]:
+    known = dict.fromkeys(("compute", "compress", "decompress"), 0.01)
+    costs = {**known, "communicate": communicate, "total": 2 * median, "payload_bytes": 50.0}
+    return {"median": median, "samples_per_step": 8, "dense_bytes": 1000, "costs": costs}
+
+
+def course(scores: dict[int, float], warmup: int = 0, name: str = "accuracy") -> dict[str, Any]:
+    evaluations = [{"step": at, "seconds": 2.0 * at, name: score} for at, score in scores.items()]
+    last = evaluations[-1]
+    return {"steps": last["step"], "warmup": warmup, "evaluations": evaluations, "held_out": last}
+
+
+CELLS = {
+    "steps/mlp/alone": step(0.1),
+    "steps/mlp/stock-fp32/200mbit": step(2.0),
+    "steps/mlp/stock-fp16/200mbit": step(1.0),
+    "steps/mlp/none/200mbit": step(2.0, 1.5),
+    "steps/mlp/topk/200mbit": step(0.2, 0.1),
+    "course/mlp/stock-fp32/0": course({10: 0.5, 20: 0.8, 30: 0.85}),
+    "course/mlp/stock-fp16/0": course({10: 0.5, 20: 0.8, 30: 0.846}),
+    "course/mlp/topk/0": course({10: 0.7, 20: 0.849, 30: 0.84}, warmup=5),
+    "course/mlp/kimad/200mbit/0": course({10: 0.7, 20: 0.8, 30: 0.86}),
+    "course/mlp/qsgd/0": course({10: 0.1, 20: 0.1, 30: 0.1}),
+}
+
+
+def test_seconds_to_target_are_steps_to_target_at_their_median(tables: Any) -> None:
+    seconds = {
+        method: tables.seconds_to_target(CELLS, "mlp", method, "200mbit")
+        for method in ("stock-fp16", "topk", "kimad", "qsgd")
+    }
+    assert seconds["stock-fp16"] == pytest.approx(30 * 1.0)
+    # Of its 20 steps, 5 are dense.
+    assert seconds["topk"] == pytest.approx(5 * 2.0 + 15 * 0.2)
+    # Run at the rate itself: its own clock counts.
+    assert seconds["kimad"] == 60.0
+    assert math.isnan(seconds["qsgd"])
+
+
+def test_a_target_that_one_seed_misses_is_not_reached(tables: Any) -> None:
+    cells = {
+        **CELLS,
+        "course/mlp/stock-fp32/1": course({10: 0.9}),
+        "course/mlp/stock-fp16/1": course({10: 0.89}),
+    }
+    assert math.isnan(tables.seconds_to_target(cells, "mlp", "stock-fp16", "200mbit"))
+    assert tables.outcome(cells, "mlp", "stock-fp16").seeds == 2
+
+
+def test_perplexity_is_better_the_lower(tables: Any) -> None:
+    cells = {
+        "course/lstm/stock-fp32/0": course({10: 300.0, 20: 200.0}, name="perplexity"),
+        "course/lstm/topk/0": course({10: 201.9, 20: 203.0}, name="perplexity"),
+    }
+    found = tables.outcome(cells, "lstm", "topk")
+    assert found.steps == 10
+    assert found.loss == pytest.approx(0.015)
+
+
+def test_horovods_own_waiting_is_what_it_takes_longer_than_alone(tables: Any) -> None:
+    alone = CELLS["steps/mlp/alone"]
+    stock = tables.parts_of(CELLS["steps/mlp/stock-fp16/200mbit"], alone)
+    assert (stock["compute"], stock["communicate"]) == pytest.approx((0.1, 0.9))
+    own = tables.parts_of(CELLS["steps/mlp/topk/200mbit"], alone)
+    assert own["communicate"] == pytest.approx(0.1 * 0.2 / 0.4)
+
+
+def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash(tables: Any) -> None:
+    text = tables.show(CELLS)
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows["qsgd"][-2:] == ["-", "-"]
+    assert rows["topk"][1:3] == ["84.00%", "+1.00"]
+    assert "mlp, 200mbit" in text
+    assert "200 ms" in text
+    assert tables.show({}) == ""
+
+
+def test_what_is_not_measured_has_not_met_its_bar(tables: Any) -> None:
+    missed = "\n".join(tables.missed(CELLS))
+    assert "lstm, 200mbit: a step of topk is nan of alone" in missed
+    assert "lstm: no courses" in missed
+    # 13 s of 30 s, and one point worse than dense.
+    assert "mlp, 200mbit: topk takes 0.43 of stock-fp16's time" in missed
+    assert "mlp: topk ends 1.00 % worse than dense (1 seeds)" in missed
+
+
+def test_bars_that_are_met_are_not_named(tables: Any) -> None:
+    cells: dict[str, Any] = {}
+    for model, name, score in (("lstm", "perplexity", 100.0), ("mlp", "accuracy", 0.9)):
+        cells[f"steps/{model}/alone"] = step(0.1)
+        cells[f"steps/{model}/stock-fp16/200mbit"] = step(1.0)
+        cells[f"steps/{model}/topk/200mbit"] = step(0.13)
+        for seed in range(3):
+            for method in ("stock-fp32", "stock-fp16", "topk"):
+                cells[f"course/{model}/{method}/{seed}"] = course({10: score}, name=name)
+    assert tables.missed(cells) == []
+
+
+# ---------------------------------------------------------------------------------------- pictures
+
+
+def test_the_pictures_are_drawn_from_the_cells(training: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = importlib.import_module("plots")
+    lstm = {key.replace("mlp", "lstm"): value for key, value in CELLS.items()}
+    assert set(plots.curves(CELLS, "mlp")) == {"stock-fp32", "stock-fp16", "topk"}
+    assert plots.curves(CELLS, "mlp")["topk"][0] == pytest.approx([11.0, 13.0, 15.0])
+    for draw, cells in ((plots.steps, lstm), (plots.accuracy, CELLS)):
+        path = tmp_path / f"{draw.__name__}.png"
+        assert draw(cells, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert not draw({}, tmp_path / "empty.png")
+
+
+# ------------------------------------------------------------------------------------- run_all.sh
+
+
+def run_all(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
+    return subprocess.run(
+        [RUN_ALL, *words], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_run_all_lists_only_scripts_that_exist() -> None:
+    shown = run_all("--list")
+    assert shown.returncode == 0, shown.stderr
+    listed = {line.partition(":")[0] for line in shown.stdout.splitlines() if line}
+    assert {"kernels", "training"} <= listed
+    assert all((BENCHMARKS / f"{name}.py").exists() for name in listed)
+    assert "there is no benchmark 'nonsense'" in run_all("nonsense").stderr
+    assert "unknown option '--quik'" in run_all("--quik").stderr
+
+
+# -------------------------------------------------------------------------------------- a real run
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
+def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(
+    training: ModuleType, tmp_path: Path
+) -> None:
+    reason = training.lab.why_not()
+    if reason:
+        pytest.skip(reason)
+    out = tmp_path / "quick.json"
+    words = ["--quick", "--only", "model=digits,method=alone/topk,kind=steps", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "training.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["cells"]
+    assert list(found) == ["steps/digits/alone", "steps/digits/topk/200mbit"]
+    assert found["steps/digits/topk/200mbit"]["costs"]["payload_bytes"] > 0
+    assert all(0 < each["median"] < 5 for each in found.values())
+    again = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=60, check=True)
+    assert again.stdout.strip() == ""
+    hosts = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    assert "hva-bench-" not in hosts
