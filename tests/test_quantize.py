@@ -718,3 +718,15 @@ def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> N
     results = doctest.testmod(module)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+@pytest.mark.parametrize("compressor", MEMBERS, ids=repr)
+@pytest.mark.parametrize("numel", [0, 1, 1_000, 70_000])
+def test_errors_of_all_widths_in_one_scan_are_those_of_each(compressor: Quantizer, numel: int) -> None:
+    x = torch.randn(numel)
+    x[: numel // 10] = 0.0
+    tables = compressor.tables(compressor.widths, None)
+    widths = [width for width in compressor.widths if tables.alphabets[width]]
+    weights, _ = quantize.weigh(x, compressor.rule)
+    together = quantize.errors_at(weights, tables, widths)
+    np.testing.assert_allclose(together, quantize_reference.errors_at(weights, tables, widths), 1e-12)

@@ -180,9 +180,7 @@ class Quantizer(GatheredCompressor):
         tables = self.tables(bits, state)
         kernels = _kernels(x)
         weights, beyond = kernels.weigh(x, self.rule)
-        return np.array(
-            [kernels.errors_from_weights(weights, tables.signed(width)) + beyond for width in bits]
-        )
+        return cast(Float64s, kernels.errors_at(weights, tables, bits) + beyond)
 
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Exact for packed codes; with Huffman coding an upper bound, which is their size."""

@@ -451,7 +451,7 @@ def _weight_edges() -> npt.NDArray[np.float64]:
     return np.append(words.view(np.float32).astype(np.float64), 1.0)
 
 
-_EDGES = _weight_edges()
+EDGES = _weight_edges()
 
 
 def errors_from_weights(weights: npt.NDArray[np.float64], signed: npt.NDArray[np.float32]) -> float:
@@ -471,7 +471,7 @@ def errors_from_weights(weights: npt.NDArray[np.float64], signed: npt.NDArray[np
         225.0
     """
     used = np.flatnonzero(weights)
-    low, high, weight = _EDGES[used], _EDGES[used + 1], weights[used]
+    low, high, weight = EDGES[used], EDGES[used + 1], weights[used]
     levels = signed.astype(np.float64)
     # Pieces: the bins, cut at the levels. A piece lies between two neighbouring levels.
     cuts = np.searchsorted(high, levels[(levels > 0) & (levels < 1)])
@@ -490,3 +490,10 @@ def errors_from_weights(weights: npt.NDArray[np.float64], signed: npt.NDArray[np
     below = np.clip(np.searchsorted(levels, middle, side="right") - 1, 0, levels.size - 2)
     variance = (levels[below + 1] - middle) * (middle - levels[below]) - length * length / 12
     return float(np.maximum(mass * variance, 0.0).sum())
+
+
+def errors_at(
+    weights: npt.NDArray[np.float64], tables: Tables, bits: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """:func:`errors_from_weights` for the levels of several numbers of bits: ``float64[len(bits)]``."""
+    return np.array([errors_from_weights(weights, tables.signed(width)) for width in bits])
