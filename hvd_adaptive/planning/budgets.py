@@ -181,7 +181,7 @@ class Bandwidth(BudgetOptions):
         return BandwidthBudget(self)
 
 
-_MARGIN_STEP = 0.05
+_MARGIN_STEP = 0.1
 """By how much a step that takes too long widens the margin."""
 _MOST_MARGIN = 0.9
 
