@@ -37,6 +37,8 @@ LAG = 5
 """Steps from the trigger of a plan to the switch."""
 SAMPLES = 8
 """Steps of a period on which errors are measured; the first is soon after the last plan."""
+APART = 4
+"""Steps from one of them to the next at least: a short period would measure every step."""
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ class Pilot:
         if Need.ERRORS not in self._needs or self.recipe.accumulate:
             return Need.ERRORS in self._needs
         period = self.recipe.period or 10 * SAMPLES
-        return step % max(1, period // SAMPLES) == 0
+        return step % max(APART, period // SAMPLES) == 0
 
     @property
     def exact(self) -> bool:
