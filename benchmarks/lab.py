@@ -101,6 +101,11 @@ class Job:
     def _file(self, number: int, kind: str) -> Path:
         return Path(self._folder.name) / f"{number}.{kind}"
 
+    @property
+    def running(self) -> bool:
+        """Whether one of them still is."""
+        return any(process.poll() is None for process in self._processes)
+
     def results(self) -> list[dict[str, Any]]:
         """What each command wrote; waits for all of them.
 
