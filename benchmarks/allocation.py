@@ -1,0 +1,363 @@
+"""How many bytes L-GreCo saves beyond the uniform default, on real gradients, at no more error.
+
+Models of launch/train.py train without compression in one process. At several moments of the training
+the error tables of some steps are averaged, as during training with a planner, and planned with:
+
+1. predicted: bytes and error of the plan against those of the uniform default, and the exact optimum.
+2. real: the gradients of these steps, and those of the steps that follow, are compressed by both.
+3. accumulated: the same from the errors of these steps' mean gradient, as L-GreCo's paper measures.
+
+    python benchmarks/allocation.py            # prints tables, writes results/allocation.json
+    python benchmarks/allocation.py --check    # exit code 1 if a bar is missed
+    python benchmarks/allocation.py --only ResNet --fresh
+    python benchmarks/allocation.py --quick    # one small model and few steps, for the tests; no file
+
+Models that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from planner import beyond
+from presets import Preset, prepare
+from torch import Tensor
+
+import report
+from hvd_adaptive.compressors import CastCompressor
+from hvd_adaptive.compressors.candidates import Candidate, candidates_of, table_of
+from hvd_adaptive.layers import Layer
+from hvd_adaptive.pilot import SAMPLES, label, link_bytes, nominal_factor
+from hvd_adaptive.planning import Facts, Table, parse
+from hvd_adaptive.planning.facts import Int64s
+from hvd_adaptive.routing import Choice
+
+Gradients = list[Tensor]
+
+STEPS = 500
+SPACING = 5
+"""Steps from one that is sampled to the next."""
+MOMENTS = {"early": 0.1, "middle": 0.45, "late": 0.85}
+"""Where in the training the first sample is taken; the rate has warmed up after 5 %."""
+
+MODELS: dict[str, tuple[str, ...]] = {
+    "ResNet": ("--preset", "resnet-fashion"),
+    "ResNet, 3 blocks a stage": ("--preset", "resnet-fashion", "--layers", "3"),
+    "LSTM": ("--preset", "lstm-sotu"),
+    "transformer": ("--preset", "transformer-sotu"),
+}
+QUICK: dict[str, tuple[str, ...]] = {"MLP": ("--preset", "mlp-digits", "--width", "64")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A uniform default, which the plan is compared with.
+
+    Args:
+        compression: the default.
+        bar: how many times fewer bytes the plan must send; None without a bar.
+        paper: the same in L-GreCo's tables 2 and 3.
+    """
+
+    compression: str
+    bar: float | None
+    paper: str
+
+
+SETTINGS = (
+    Setting("qsgd:bits=4", 1.1, "1.10-1.41"),
+    Setting("topk:density=0.01", 1.5, "2.67-3.78 (images)"),
+    Setting("topk:density=0.1", None, "2.61-5.2 (text)"),
+    Setting("powersgd:rank=4", 1.3, "1.44-1.85 (images)"),
+)
+"""The paper's defaults; its rank 32 for text needs wider layers than these models have."""
+
+
+# --- real gradients -----------------------------------------------------------------------------------
+
+
+def gradients_of(preset: Preset, steps: int) -> Iterator[Gradients]:
+    """The gradients of each step, before clipping, which comes after the exchange."""
+    for step, batch in zip(range(steps), preset.forever(), strict=False):
+        preset.set_rate(step, steps)
+        preset.rule.zero_grad()
+        preset.backward(batch)
+        yield [p.grad for p in preset.model.parameters() if p.grad is not None]
+        preset.clip()
+        preset.rule.step()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Gradients of some steps.
+
+    Args:
+        name: of the moment.
+        sampled: what the plan is made of.
+        fresh: of the steps that follow, which the plan has not seen.
+    """
+
+    name: str
+    sampled: list[Gradients]
+    fresh: list[Gradients]
+
+    def accumulated(self) -> Gradients:
+        """The mean of the gradients that were sampled."""
+        return [torch.stack(same).mean(0) for same in zip(*self.sampled, strict=True)]
+
+
+def moments(gradients: Iterator[Gradients], steps: int, samples: int) -> Iterator[Moment]:
+    """What is seen at each moment of a training."""
+    starts = {round(share * steps): name for name, share in MOMENTS.items()}
+    moment: Moment | None = None
+    start = 0
+    for step, grads in enumerate(gradients):
+        if step in starts:
+            moment, start = Moment(starts[step], [], []), step
+        if moment is None:
+            continue
+        copies = [grad.detach().reshape(-1).clone() for grad in grads]
+        if len(moment.sampled) < samples:
+            if (step - start) % SPACING == 0:
+                moment.sampled.append(copies)
+            continue
+        moment.fresh.append(copies)
+        if len(moment.fresh) == samples:
+            yield moment
+            moment = None
+
+
+# --- plans --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer that is planned."""
+
+    layer: Layer
+    candidates: tuple[Candidate, ...]
+    default: int
+
+
+def rows_of(layers: Sequence[Layer], compression: str) -> list[Row]:
+    """The layers that a planner decides on: not those that are too small to be compressed."""
+    choice, rows = Choice.of(compression, None, None), []
+    for layer in layers:
+        own = choice.compressor_of(layer)
+        if not isinstance(own, CastCompressor):
+            candidates = candidates_of(layer, [own])
+            distances = [abs(candidate.level - own.level) for candidate in candidates]
+            rows.append(Row(layer, candidates, int(np.argmin(distances))))
+    return rows
+
+
+def table_for(rows: Sequence[Row], sampled: Sequence[Gradients]) -> Table:
+    """Mean errors of some steps, and bytes, of every candidate."""
+    errors = [
+        np.mean([table_of(g[row.layer.index], row.layer, row.candidates)[0] for g in sampled], axis=0)
+        for row in rows
+    ]
+    return Table.of(
+        [row.layer.name for row in rows],
+        errors,
+        [[link_bytes(each, row.layer, ranks=1) for each in row.candidates] for row in rows],
+        [[label(each) for each in row.candidates] for row in rows],
+        [row.default for row in rows],
+        [row.layer.nbytes for row in rows],
+        factors=[[nominal_factor(each, row.layer) for each in row.candidates] for row in rows],
+    )
+
+
+def planned(table: Table) -> Int64s:
+    """What ``planner="lgreco"`` chooses."""
+    return parse("lgreco").planner().plan(Facts(0, table)).levels
+
+
+def compress(
+    rows: Sequence[Row], levels: Sequence[int], moment: Moment
+) -> dict[str, tuple[float, float]]:
+    """Bytes and squared error of what is really sent, without feedback: a mean step of each kind."""
+    found = {"sampled": np.zeros(2), "fresh": np.zeros(2)}
+    for row, index in zip(rows, levels, strict=True):
+        compressor, level = row.candidates[index].compressor, row.candidates[index].level
+        state = compressor.new_state()  # of this layer alone: low rank starts from its last step
+        for kind, steps in (("sampled", moment.sampled), ("fresh", moment.fresh)):
+            for key, grads in enumerate(steps):
+                x = grads[row.layer.index].clone()
+                shape = row.layer.shape
+                payload = compressor.compress_(x, level, key=key, shape=shape, state=state)
+                found[kind] += (payload.nbytes, float(x.double().square().sum()))
+    count = {"sampled": len(moment.sampled), "fresh": len(moment.fresh)}
+    return {kind: tuple((sums / count[kind]).tolist()) for kind, sums in found.items()}
+
+
+def compare(layers: Sequence[Layer], setting: Setting, moment: Moment) -> dict[str, Any]:
+    """The plan against the uniform default, predicted and real."""
+    rows = rows_of(layers, setting.compression)
+    table = table_for(rows, moment.sampled)
+    levels = planned(table)
+    together = table_for(rows, [moment.accumulated()])
+    default, plan = table.bytes(table.defaults), table.bytes(levels)
+    gap = beyond(list(table.sizes), list(table.errors), table.error(table.defaults), levels)
+    dense = sum(layer.nbytes for layer in layers) - float(table.dense.sum())
+    uniform, chosen = (compress(rows, each.tolist(), moment) for each in (table.defaults, levels))
+    return {
+        "moment": moment.name,
+        "layers": len(rows),
+        "default bytes": default,
+        "plan bytes": plan,
+        "least bytes": plan / (1 + gap),
+        "accumulated": together.bytes(planned(together)),
+        "always dense bytes": dense,
+        "error": table.error(levels) / table.error(table.defaults),
+        "real": {
+            kind: {
+                "default bytes": uniform[kind][0],
+                "plan bytes": chosen[kind][0],
+                "error": chosen[kind][1] / uniform[kind][1],
+            }
+            for kind in uniform
+        },
+        "levels": {
+            row.layer.name: row.candidates[index].level for row, index in zip(rows, levels, strict=True)
+        },
+    }
+
+
+# --- figures ------------------------------------------------------------------------------------------
+
+
+def measure(name: str, arguments: Sequence[str], steps: int, samples: int) -> dict[str, Any]:
+    """One model: for each default, the figures over the moments and those of each moment."""
+    preset = prepare(arguments)
+    parameters = enumerate(preset.model.named_parameters())
+    layers = [Layer(index, each, tuple(p.shape)) for index, (each, p) in parameters]
+    found: dict[str, list[dict[str, Any]]] = {each.compression: [] for each in SETTINGS}
+    for moment in moments(gradients_of(preset, steps), steps, samples):
+        print(f"{name}, {moment.name} in the training", file=sys.stderr, flush=True)
+        for setting in SETTINGS:
+            found[setting.compression].append(compare(layers, setting, moment))
+    return {key: {**summary(rows), "moments": rows} for key, rows in found.items()}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Over the moments: how many times fewer bytes, and the largest error, of the default's."""
+
+    def ratio(kind: str | None, which: str, plus: str | None = None) -> float:
+        parts = [row["real"][kind] if kind else row for row in rows]
+        extra = sum(row[plus] for row in rows) if plus else 0.0
+        sent = sum(part["default bytes"] for part in parts) + extra
+        return float(sent / (sum(part[which] for part in parts) + extra))
+
+    return {
+        "fewer": ratio(None, "plan bytes"),
+        "at best": ratio(None, "least bytes"),
+        "accumulated": ratio(None, "accumulated"),
+        "with dense layers": ratio(None, "plan bytes", plus="always dense bytes"),
+        "really fewer": ratio("fresh", "plan bytes"),
+        "error": max(row["error"] for row in rows),
+        "real error": max(row["real"]["sampled"]["error"] for row in rows),
+        "error of later steps": max(row["real"]["fresh"]["error"] for row in rows),
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print both tables."""
+    lines: list[list[object]] = []
+    for name, settings in figures["models"].items():
+        for setting in SETTINGS:
+            found = settings[setting.compression]
+            lines.append(
+                [
+                    f"{name}, {setting.compression}",
+                    found["moments"][0]["layers"],
+                    *(
+                        f"{found[key]:.2f}"
+                        for key in ("fewer", "at best", "accumulated", "really fewer")
+                    ),
+                    f"{found['with dense layers']:.2f}",
+                    *(f"{found[key]:.3f}" for key in ("error", "real error", "error of later steps")),
+                    "" if setting.bar is None else f"{setting.bar:.1f}",
+                    setting.paper,
+                ]
+            )
+    heading = [
+        "times fewer bytes than the uniform default",
+        "layers",
+        *("plan", "optimum", "accumulated", "compressed", "with dense layers"),
+        *("error, of the default's", "compressed", "later steps"),
+        *("bar", "L-GreCo's tables"),
+    ]
+    print(report.table([heading, *lines]), end="\n\n")
+    lines = [
+        [f"{name}, {compression}", *(f"{_fewer(row):.2f}" for row in found["moments"])]
+        for name, settings in figures["models"].items()
+        for compression, found in settings.items()
+    ]
+    print(report.table([["times fewer bytes, by moment", *MOMENTS], *lines]), end="\n\n")
+
+
+def _fewer(row: dict[str, Any]) -> float:
+    return float(row["default bytes"] / row["plan bytes"])
+
+
+def load() -> dict[str, Any]:
+    """The models that the file holds."""
+    path = report.RESULTS / "allocation.json"
+    models: dict[str, Any] = json.loads(path.read_text())["models"] if path.exists() else {}
+    return models
+
+
+def missed(figures: dict[str, Any]) -> list[str]:
+    """The bars that were not met."""
+    found = []
+    for name, settings in figures["models"].items():
+        for setting in SETTINGS:
+            row = settings[setting.compression]
+            title = f"{name}, {setting.compression}"
+            if setting.bar is not None and row["fewer"] < setting.bar:
+                found.append(
+                    f"{title}: {row['fewer']:.2f} times fewer bytes, bar {setting.bar}; the optimum is "
+                    f"{row['at best']:.2f}"
+                )
+            if row["error"] > 1:
+                found.append(f"{title}: the plan's error is {row['error']:.4f} of the default's")
+    return found
+
+
+def main() -> int:
+    """Run all, print, write; the exit code says whether a bar was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--only", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
+    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    options = parser.parse_args()
+    if options.only and options.only not in MODELS:
+        parser.error(f"no model {options.only}: there are {', '.join(MODELS)}")
+    torch.set_num_threads(1)
+    hvd.init()
+    if options.quick:
+        show({"models": {name: measure(name, arguments, 80, 2) for name, arguments in QUICK.items()}})
+        return 0
+    figures: dict[str, Any] = {"steps": STEPS, "samples": SAMPLES, "models": load()}
+    for name in [options.only] if options.only else MODELS:
+        if options.fresh or name not in figures["models"]:
+            figures["models"][name] = measure(name, MODELS[name], STEPS, SAMPLES)
+            report.write("allocation", figures)
+    show(figures)
+    found = missed(figures)
+    print("\n".join(found) if found else "all bars met")
+    return int(bool(found) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

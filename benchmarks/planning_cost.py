@@ -1,0 +1,251 @@
+"""What a planner costs a training: L-GreCo every 200 steps against the same compression without one.
+
+Two trainings run in the same processes, in turn, a block of steps each. The steps of the one with a
+planner are of three kinds: those in which errors are measured, those around a change of plan, and all
+others. Each kind (and each place before and after a change) is compared, by medians, with the steps
+without a planner; times how often it occurs, that is its share of the training's time.
+
+    python benchmarks/planning_cost.py            # starts its own ranks; results/planning_cost.json
+    python benchmarks/planning_cost.py --check    # exit code 1 if planning costs more than 1 %
+    python benchmarks/planning_cost.py --only "ResNet, topk" --fresh
+    python benchmarks/planning_cost.py --quick    # one small model, for the tests; no bar, no file
+
+Cases that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import report
+
+BAR = 0.01
+BEFORE, AFTER = 7, 3
+"""Steps around the last one under the old plan: averages, the planner's thread, the change."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Args:
+        preset: arguments of train.py.
+        compression: of both runs.
+        periods: plans that are made.
+        period: steps from one to the next.
+    """
+
+    preset: tuple[str, ...]
+    compression: str
+    periods: int
+    period: int = 200
+
+
+CASES = {
+    "ResNet, topk": Case(("--preset", "resnet-fashion"), "topk:density=0.01", 8),
+    "LSTM, topk": Case(("--preset", "lstm-sotu"), "topk:density=0.01", 4),
+    "LSTM, qsgd": Case(("--preset", "lstm-sotu"), "qsgd:bits=4", 4),
+    "transformer, powersgd": Case(("--preset", "transformer-sotu"), "powersgd:rank=4", 5),
+}
+QUICK = {
+    "MLP, topk": Case(("--preset", "mlp-digits", "--width", "64"), "topk:density=0.05", 2, period=32)
+}
+
+
+# --- on every rank ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of each step, and the last steps before a change of plan."""
+
+    seconds: list[float]
+    changes: list[int]
+
+
+def steps_of(case: Case, planner: str | None, times: Times) -> Iterator[None]:
+    """Train; each turn is a step."""
+    import horovod.torch as hvd
+    from presets import prepare
+
+    import hvd_adaptive as hva
+
+    preset = prepare(case.preset)
+    optimizer: Any = hva.DistributedOptimizer(
+        preset.rule,
+        named_parameters=preset.model.named_parameters(),
+        compression=case.compression,
+        planner=planner,
+    )
+    hvd.broadcast_parameters(preset.model.state_dict(), root_rank=0)
+    total = case.period * (case.periods + 1)
+    for step, batch in enumerate(preset.forever()):
+        preset.set_rate(step, total)
+        version = optimizer.plan.version
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        preset.backward(batch)
+        optimizer.synchronize()
+        preset.clip()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        times.seconds.append(time.perf_counter() - started)
+        if optimizer.plan.version != version:
+            times.changes.append(step)
+        yield
+
+
+def work(case: Case) -> dict[str, Any]:
+    """Both runs, in turn."""
+    import horovod.torch as hvd
+    import torch
+
+    from hvd_adaptive.pilot import SAMPLES
+
+    hvd.init()
+    torch.set_num_threads(1)
+    times = {"with": Times([], []), "without": Times([], [])}
+    runs = {
+        "with": steps_of(case, f"lgreco:period={case.period}", times["with"]),
+        "without": steps_of(case, None, times["without"]),
+    }
+    block = case.period // SAMPLES
+    # half a block to begin with: errors are then measured amid a block, and not after its barrier
+    for turn, steps in enumerate([block // 2, *[block] * (case.periods * SAMPLES)]):
+        for name in list(runs)[:: 1 if turn % 2 else -1]:
+            # an equal start: a rank that is ahead would charge its waiting to the other run
+            hvd.barrier()
+            for _ in range(steps):
+                next(runs[name])
+        if hvd.rank() == 0 and turn % SAMPLES == 1:
+            print(f"  period {turn // SAMPLES + 1} of {case.periods}", file=sys.stderr, flush=True)
+    return {"ranks": hvd.size(), **compare(times["with"], times["without"], block, case.period)}
+
+
+def compare(with_one: Times, without: Times, block: int, period: int) -> dict[str, Any]:
+    """What each kind of step takes longer than one without a planner, as a share of a period."""
+    seconds, steps = np.array(with_one.seconds), np.arange(len(with_one.seconds))
+    counted = steps >= block  # before that, kernels are compiled
+    around = {
+        place: [seconds[step] for change in with_one.changes if counted[step := change + place]]
+        for place in range(-BEFORE, AFTER + 1)
+    }
+    near = np.zeros(len(steps), np.bool_)
+    for change in with_one.changes:
+        near[max(0, change - BEFORE) : change + AFTER + 1] = True
+    sampled = counted & ~near & (steps % block == 0)
+    others = counted & ~near & ~sampled
+    plain, usual = np.median(seconds[others]), np.median(np.array(without.seconds)[counted])
+    extra = {place: float(np.median(found) - plain) for place, found in around.items() if found}
+    measuring = float(np.median(seconds[sampled]) - plain)
+    shares = {
+        "measuring": measuring * (period // block) / (period * usual),
+        "changing": sum(extra.values()) / (period * usual),
+        "other steps": plain / usual - 1,
+    }
+    return {
+        "plans": len(with_one.changes),
+        "step ms": 1e3 * float(usual),
+        "measuring ms": 1e3 * measuring,
+        "changing ms": 1e3 * sum(extra.values()),
+        "around a change ms": {str(place): 1e3 * value for place, value in extra.items()},
+        **{name: float(share) for name, share in shares.items()},
+        "total": float(sum(shares.values())),
+    }
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+
+def start_ranks(ranks: int, name: str, quick: bool) -> dict[str, Any]:
+    """One case on so many ranks; its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = ["horovodrun", "-np", str(ranks), sys.executable, __file__]
+        command += ["--only", name, "--worker", str(out), *(["--quick"] if quick else [])]
+        settings = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env={**settings, **os.environ}, check=True, stdout=sys.stderr)
+        figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
+def load() -> dict[str, Any]:
+    """The cases that the file holds."""
+    path = report.RESULTS / "planning_cost.json"
+    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    return cases
+
+
+def show(cases: dict[str, Any]) -> None:
+    """The table."""
+    shares = ("measuring", "changing", "other steps", "total")
+    heading = ["share of the time without a planner", "step ms", "measuring ms", "a change ms", *shares]
+    lines: list[list[object]] = [
+        [
+            name,
+            *(f"{row[key]:.2f}" for key in ("step ms", "measuring ms", "changing ms")),
+            *(f"{100 * row[key]:+.2f} %" for key in shares),
+        ]
+        for name, row in cases.items()
+    ]
+    print(report.table([heading, *lines]))
+
+
+def cost(row: dict[str, Any]) -> float:
+    """What counts: other steps may be faster, because a plan sends less, but that is no excuse."""
+    return float(row["measuring"] + row["changing"] + max(0.0, row["other steps"]))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", help="one case, by name")
+    parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cases = QUICK if options.quick else CASES
+    names = [options.only] if options.only else list(cases)
+    if unknown := set(names) - set(cases):
+        parser.error(f"no case {', '.join(sorted(unknown))}: there are {', '.join(cases)}")
+    if options.worker:
+        import horovod.torch as hvd
+
+        figures = work(cases[names[0]])
+        if hvd.rank() == 0:
+            options.worker.write_text(json.dumps(figures))
+        return 0
+    done = {} if options.quick else load()
+    for name in names:
+        setting = json.loads(json.dumps(asdict(cases[name])))
+        if not options.fresh and done.get(name, {}).get("setting") == setting:
+            continue
+        print(name, file=sys.stderr, flush=True)
+        done[name] = {"setting": setting, **start_ranks(options.ranks, name, options.quick)}
+        if not options.quick:
+            report.write("planning_cost", {"cases": done})
+    show(done)
+    if options.quick:
+        return 0
+    missed = [name for name, row in done.items() if cost(row) > BAR]
+    for name in missed:
+        print(f"bar missed: {name}: {cost(done[name]):.2%}, bar {BAR:.0%}")
+    return int(bool(missed) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The benchmarks of planning: that they run, and what they make of numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+QUICK = {
+    "allocation": ("times fewer bytes", "MLP, powersgd:rank=4"),
+    "bucket_costs": ("intercept", "r2 of single steps"),
+    "planning_cost": ("other steps", "MLP, topk"),
+}
+
+
+@pytest.fixture
+def bucket_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    from hvd_adaptive.planning import REGISTRY
+
+    known = dict(REGISTRY)
+    yield from imported("bucket_costs", monkeypatch)
+    REGISTRY.clear()
+    REGISTRY.update(known)
+
+
+@pytest.fixture
+def planning_cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("planning_cost", monkeypatch)
+
+
+def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A benchmark, while its neighbours are found: launch/ has a report.py, too."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    other = sys.modules.pop("report", None)
+    yield importlib.import_module(name)
+    for module in (name, "report"):
+        sys.modules.pop(module)
+    if other is not None:
+        sys.modules["report"] = other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_run_prints_its_table_and_writes_no_file(name: str) -> None:
+    result = BENCHMARKS / "results" / f"{name}.json"
+    before = result.read_bytes() if result.exists() else None
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(text in run.stdout for text in QUICK[name])
+    assert (result.read_bytes() if result.exists() else None) == before
+
+
+def test_recorded_rows_are_fitted_again_from_csv_and_from_json(
+    bucket_costs: ModuleType, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = ["plan,seconds,bucket 0,bucket 1,bucket 2"]
+    for plan in range(12):
+        first, second = rng.uniform(1e5, 1e6, 2)
+        seconds = 0.1 + 2e-7 * first + 5e-7 * second
+        rows += [f"{plan},{seconds},{first},{second},4096"] * 3
+        rows.append(f"{plan},{9 * seconds},{first},{second},4096")  # delayed by something else
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([*rows, "12,0.3"]))  # of a run that was ended
+    figures = bucket_costs.fit(bucket_costs.read(path))
+    assert len(figures["plans"]) == 12
+    assert figures["r2"] == pytest.approx(1.0)
+    assert figures["r2 of plans left out"] == pytest.approx(1.0)
+    assert figures["intercept"] == pytest.approx(0.1)
+    costs = [row.get("seconds a MB") for row in figures["buckets"]]
+    assert costs[:2] == pytest.approx([0.2, 0.5])
+    assert costs[2] is None  # its bytes never change: nobody can tell
+    again = tmp_path / "rows.json"
+    again.write_text(json.dumps(figures))
+    assert bucket_costs.fit(bucket_costs.read(again))["intercept"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "seconds,plan,bucket 0\n1,2,3\n", "plan,seconds,bucket 0\n1,2,3\n"]
+)
+def test_a_file_without_rows_is_refused(bucket_costs: ModuleType, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"rows\.csv"):
+        bucket_costs.read(path)
+
+
+def test_only_settled_steps_of_random_plans_are_recorded(
+    bucket_costs: ModuleType, tmp_path: Path
+) -> None:
+    from hvd_adaptive.planning import StepFacts
+
+    path = tmp_path / "rows.csv"
+    recorder = bucket_costs.Recorder(path, plans=2)
+    for step in range(40):
+        if step in (9, 19, 29):  # after this step: two random plans, then one of the planner's own
+            recorder.switches.append(step)
+        # a step is told of when the one after it has ended
+        nbytes = np.array([float(step)])
+        recorder.observe(StepFacts(step - 1, bucket_bytes=nbytes, sync_seconds=1.0))
+    rows = bucket_costs.read(path)
+    assert rows.plans.tolist() == [1] * 5 + [2] * 5
+    assert (rows.nbytes[:, 0] - 1).tolist() == [*range(15, 20), *range(25, 30)]
+
+
+def test_planning_is_charged_for_its_own_steps_and_for_what_others_become(
+    planning_cost: ModuleType,
+) -> None:
+    steps, period, block = 1000, 200, 25
+    seconds = np.full(steps, 0.1)
+    seconds[::block] += 0.02  # errors are measured
+    changes = [210, 410, 610, 810]
+    for change in changes:
+        seconds[change - 2] += 0.05
+        seconds[change + 1] += 0.03
+    seconds[5] = 60.0  # kernels compile
+    with_one = planning_cost.Times(list(seconds), changes)
+    without = planning_cost.Times([60.0, *[0.1] * (steps - 1)], [])
+    found = planning_cost.compare(with_one, without, block, period)
+    assert found["measuring ms"] == pytest.approx(20)
+    assert found["measuring"] == pytest.approx(8 * 0.02 / (200 * 0.1))
+    assert found["changing"] == pytest.approx(0.08 / (200 * 0.1))
+    assert found["other steps"] == pytest.approx(0.0, abs=1e-9)
+    assert planning_cost.cost(found) == pytest.approx(found["total"])
+    faster = planning_cost.Times(list(seconds * 0.9), changes)
+    assert planning_cost.cost(planning_cost.compare(faster, without, block, period)) > 0.005
