@@ -29,11 +29,16 @@ def table(rows: Sequence[Sequence[object]]) -> str:
 
 
 def write(name: str, figures: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Write ``figures`` with what they were measured on to ``results/NAME.json``; return its path."""
+    """Write ``figures`` with what they were measured on to ``results/NAME.json``; return its path.
+
+    All or nothing: a Ctrl-C leaves the file as it was.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     content = {"machine": machine(), **figures}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(part, path)
     return path
 
 

@@ -343,6 +343,13 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
+def store(done: Mapping[str, Any], path: Path, hosts: int) -> None:
+    """In the order of the tables, whatever was measured first; without what is no cell any more."""
+    everything = dict.fromkeys(cell.key for cell in cells())
+    kept = {key: done[key] for key in everything if key in done}
+    report.write(path.stem, {"hosts": hosts, "cells": kept}, path.parent)
+
+
 def measure_all(
     chosen: Sequence[Cell], done: dict[str, Any], out: Path | None, hosts: int, minutes: float
 ) -> int:
@@ -368,7 +375,7 @@ def measure_all(
                 continue
             done[cell.key] = {"setting": setting(cell), **figures}
             if out is not None:
-                report.write(out.stem, {"hosts": hosts, "cells": done}, out.parent)
+                store(done, out, hosts)
             took = time.monotonic() - started
             print(
                 f"[{number + 1}/{len(chosen)}] {cell.key}: {_brief(figures)}  ({took:.0f} s)",
