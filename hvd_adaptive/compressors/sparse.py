@@ -325,16 +325,17 @@ class GlobalTopK(DensityCompressor):
 
 @dataclass(frozen=True)
 class DGC(DensityCompressor):
-    """The elements above a threshold that a sample suggests: about ``density * numel`` of them.
+    """The elements above a threshold that a sample suggests, at most ``density * numel`` of them.
 
     The sample is one group of 32 elements in 13, from 2^21 elements on one in 61; a layer of up to
-    65,536 elements is its own sample. Between 0.7 and 1.3 times the wanted number are sent; where the
-    sample misleads by more, exactly that number. This is the selection; momentum correction, gradient
-    clipping and factor masking are feedback rules.
+    65,536 elements is its own sample. The threshold aims a little low: of too many elements the largest
+    are selected. Where too few reach it, these are sent if they are 0.7 times the wanted number, which
+    saves selecting anew. This is the selection; momentum correction, gradient clipping and factor
+    masking are feedback rules.
 
     Biased: use it with momentum correction or error feedback. Cost: two passes over the tensor, a
-    little less than :class:`TopK`. Wire: as :class:`TopK`. Source: Lin et al., "Deep Gradient
-    Compression" (ICLR 2018), sections 3 and 3.4.
+    little less than :class:`TopK`. Wire: as :class:`TopK`, seldom less. Source: Lin et al., "Deep
+    Gradient Compression" (ICLR 2018), sections 3 and 5.
 
     Args:
         density: share of the elements to send, in (0, 1].
@@ -378,7 +379,8 @@ class RedSync(DensityCompressor):
     threshold for such a number, exactly ``density * numel`` are sent, those of lowest index.
 
     Biased: use it with error feedback. Cost: two passes over the tensor. Wire: as :class:`TopK`, for up
-    to twice as many elements. Source: Fang et al., "RedSync" (JPDC 2019), section 5.
+    to twice as many elements: how many depends on where bisection comes by, so that ``wire_bytes``, the
+    most, may be twice the bytes sent. Source: Fang et al., "RedSync" (JPDC 2019), section 5.
 
     Args:
         density: least share of the elements to send, in (0, 1].
@@ -411,7 +413,8 @@ class Threshold(SparseCompressor):
 
     Biased: use it with error feedback, which it is derived for: of all sparsifiers that send as much
     in total, the one with a constant threshold has the least total error. Cost: two passes over the
-    tensor. Wire: as :class:`TopK`; how much is not known beforehand. Source: Sahu et al., "Rethinking
+    tensor. Wire: as :class:`TopK`; how much is not known beforehand, and ``wire_bytes`` is that of all
+    elements. Source: Sahu et al., "Rethinking
     gradient sparsification as total error minimization" (NeurIPS 2021), section 4.
 
     Args:

@@ -8,7 +8,8 @@ the candidates; collecting and encoding are shared.
 
 The floor of top-k only saves time, it never decides: it is a lower bound of the k-th largest that is
 certain (small layers) or was guessed from a sample and is checked afterwards (large layers). What
-decides is the exact trimming of the candidates to the k largest. DGC's floor does decide.
+decides is the exact trimming of the candidates to the k largest. DGC's floor decides where no more
+than k reach it.
 
 Magnitudes are compared as their bits: the bits of non-negative floats order as the floats do, and
 NaN and Inf are the largest. A *bin* is the upper 16 of these bits: exponent and 7 mantissa bits.
@@ -266,7 +267,8 @@ def _floor_dgc(x, g, n, k, hist):
     """``reference.dgc_floor`` of the sample (a test compares the two)."""
     top, seen = _sample(x, g, n, hist)
     expected = k * seen / n
-    wanted = max(1, int64(max(expected, 0.7 * expected + 4 * np.sqrt(expected) + 2)))
+    deviation = np.sqrt(expected)
+    wanted = int64(max(expected + 2 * deviation, 0.7 * expected + 4 * deviation + 2))
     b = _bin_of_kth(hist, top, wanted)
     floor = int64(1)
     if b > 0:
@@ -353,8 +355,8 @@ def _collect(x, g, n, floor, limit, summing, work):
     Candidates beyond the limit are trimmed when the room is full. From then on the least of those
     kept is the floor, and an equal does not reach it: its index would be higher.
 
-    Returns (energy, top, sum of magnitudes if ``summing``, count, floor); top >= INF: not finite, and
-    what was collected means nothing.
+    Returns (energy, top, sum of magnitudes if ``summing``, count); top >= INF: not finite, and what
+    was collected means nothing.
     """
     hist, fine, block, indices, values, _ = work
     block_address = int64(block.ctypes.data)  # unsigned, it would make a float of a signed address
@@ -388,7 +390,7 @@ def _collect(x, g, n, floor, limit, summing, work):
                 indices[count] = int32(start + i)
                 values[count] = load_f32(sums + 4 * i)
                 count += 1
-    return energy, top, total, count, floor
+    return energy, top, total, count
 
 
 # --- the rules -----------------------------------------------------------------------------------
@@ -406,10 +408,10 @@ def _take(x, g, n, k, rule, threshold, work):
     else:
         first, certain = _floor_topk(x, g, n, limit, work)
     while True:
-        energy, top, total, count, floor = _collect(x, g, n, first, limit, rule == REDSYNC, work)
-        if top >= INF or (guessed and floor == first and 7 * k <= 10 * count <= 13 * k):
+        energy, top, total, count = _collect(x, g, n, first, limit, rule == REDSYNC, work)
+        if top >= INF:
             return energy, top, count
-        if certain or first == 1 or count >= limit:
+        if certain or first == 1 or count >= limit or (guessed and 10 * count >= 7 * k):
             break
         first, guessed = int64(1), False
     if count > limit:
@@ -743,8 +745,6 @@ def _sizes(offsets, counts, value_format, rule):
         most = k
         if rule == REDSYNC:
             limit, most = 2 * k + 1, 2 * k
-        elif rule == DGC:
-            most = 13 * k // 10
         total += _sparse_bound(n, most, value_format)
         candidates = max(candidates, _room(n, limit))
     return total, candidates

@@ -55,8 +55,9 @@ class Rule(enum.IntEnum):
     * ``topk``: exactly ``k``.
     * ``threshold``: all that reach a threshold, but at most ``k``. (Sahu et al., "Rethinking gradient
       sparsification as total error minimization", NeurIPS 2021, section 4.)
-    * ``dgc``: all that reach a threshold that was estimated from a sample; between 0.7 and 1.3 ``k``,
-      otherwise exactly ``k``. (Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.)
+    * ``dgc``: all that reach a threshold that was estimated from a sample; of more than ``k`` exactly
+      ``k``, selected among them, and where fewer than 0.7 ``k`` reach it exactly ``k`` as well. (Lin et
+      al., "Deep Gradient Compression", ICLR 2018, section 5.)
     * ``redsync``: all that reach a threshold that bisection between the mean and the largest
       magnitude finds; between ``k`` and 2 ``k``. (Fang et al., "RedSync", JPDC 2019, section 5.)
 
@@ -73,16 +74,17 @@ class Rule(enum.IntEnum):
 
         Example:
             >>> [rule.most(100) for rule in Rule]
-            [100, 100, 130, 200]
+            [100, 100, 100, 200]
         """
-        return {Rule.dgc: 13 * count // 10, Rule.redsync: 2 * count}.get(self, count)
+        return 2 * count if self is Rule.redsync else count
 
 
 def dgc_floor(sampled: npt.NDArray[np.int64], numel: int, k: int) -> int:
-    """The bits of the magnitude that DGC guesses ``k`` elements to reach.
+    """The bits of a magnitude that DGC guesses somewhat more than ``k`` elements to reach.
 
-    Inside the bin of the sample's k-th largest, bits are taken to be spread evenly. A sample that
-    holds few of the largest is asked for more of them, so that fewer than 0.7 ``k`` are unlikely.
+    Inside the bin of the sample's k-th largest, bits are taken to be spread evenly. The sample is asked
+    for more by two deviations of what it holds of the largest, so that fewer than ``k`` are seldom, and
+    by so much more where it holds few that fewer than 0.7 ``k`` are unlikely.
 
     Args:
         sampled: ``int64[32768]``: how many of the sample (:func:`sample_spectrum`) are in a bin or in
@@ -91,7 +93,8 @@ def dgc_floor(sampled: npt.NDArray[np.int64], numel: int, k: int) -> int:
         k: elements to send.
     """
     expected = k * int(sampled[0]) / numel
-    wanted = max(1, int(max(expected, 0.7 * expected + 4 * math.sqrt(expected) + 2)))
+    deviation = math.sqrt(expected)
+    wanted = int(max(expected + 2 * deviation, 0.7 * expected + 4 * deviation + 2))
     b = bisect.bisect_right(sampled, -wanted, key=operator.neg) - 1  # the last that so many reach
     if b <= 0:
         return 1
@@ -113,7 +116,7 @@ def dgc_count(
     if k == 0 or numel <= SMALL or k >= numel // 3:
         return k
     count = reaching(dgc_floor(sampled, numel, k))
-    return count if 7 * k <= 10 * count <= 13 * k else k
+    return count if 7 * k <= 10 * count < 10 * k else k
 
 
 def counts_from_above(hist: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
