@@ -116,9 +116,8 @@ def _multi_level(figures: dict[str, dict[str, float]]) -> str:
     }
     return (
         f"{_columns('factor 10, then 1,000', figures, columns)}\n\n"
-        "GraVAC's paper gives 1.1 to 1.83 for multi-level compression. "
-        "Random-k does not gain: compressing it anew costs only the elements sent, compressing it "
-        "further must return the others."
+        "GraVAC's paper gives 1.1 to 1.83 for multi-level compression. Both errors of random-k are "
+        "known from the tensor's energy."
     )
 
 
@@ -141,7 +140,7 @@ def wire() -> str:
         for scheme in figures["variance"][models[0]]
     ]
     coded = [
-        [name, *(f"{row[key]:.3f}" for key in ("bits", "fixed", "entropy"))]
+        [name, *(f"{row[key]:.3f}" for key in ("bits", "fixed", "entropy", "variance"))]
         for name, row in figures["huffman"].items()
     ]
     bits = figures["bits"]
@@ -151,9 +150,10 @@ def wire() -> str:
             table(["top-k at density", "bits a position", "entropy", "ratio"], positions),
             f"Variance that rounding adds, over the gradient's energy: {bits} bits, blocks of "
             f"{figures['block']}, real gradients, levels learnt on an earlier gradient. `alq` is "
-            '"ALQ, max", `amq` is "AMQ, max"; the others are options or for comparison.',
+            '"ALQ, max" with Huffman coding and "ALQ without 0, max" with `coding=fixed`; `amq` is '
+            '"AMQ, max"; the others are options or for comparison.',
             table(["levels", *models], variance),
-            table(["ALQ with Huffman codes", "bits a value", "fixed width", "entropy"], coded),
+            table(["with Huffman codes", "bits a value", "fixed width", "entropy", "variance"], coded),
             _missed(figures),
         ]
     )

@@ -7,7 +7,8 @@ Three questions:
 2. At 3 bits and equal blocks, on real gradients: what variance does each scheme of levels add, in
    units of the gradient's energy? Levels are learnt on one gradient of each model and judged on later
    ones, from the tables, in float64, without drawing a random number.
-3. ALQ's codes at 3 bits: bits an element with Huffman coding, against the fixed width and the entropy?
+3. Learnt levels at 3 bits with Huffman coding: bits an element, against the fixed width and the
+   entropy, and the variance that goes with them?
 
     python benchmarks/wire.py            # prints tables, writes results/wire.json
     python benchmarks/wire.py --check    # exit code 1 if a bar is missed
@@ -21,7 +22,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,10 +31,28 @@ from torch.nn import functional as F
 
 import report
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.compressors.levels import Kind, LearnedLevels, Norm
-from hvd_adaptive.compressors.quantized import ALQ
+from hvd_adaptive.compressors.levels import LearnedLevels, Norm
+from hvd_adaptive.compressors.quantized import ALQ, AMQ
 from hvd_adaptive.wire import count_of
 
+LEARNT = {
+    "AMQ": "amq:norm=l2",
+    "AMQ, max": "amq",
+    "ALQ": "alq:norm=l2,zero=true",
+    "ALQ, max": "alq:zero=true",
+    "ALQ without 0": "alq:norm=l2,coding=fixed",
+    "ALQ without 0, max": "alq:coding=fixed",
+}
+"""Schemes of learnt levels."""
+FIXED = "ALQ without 0, max"
+"""The scheme that the bar is on: it is about equal widths, so about what is best at a fixed width."""
+HUFFMAN = {
+    "alq, l2": "alq:norm=l2",
+    "alq": "alq",
+    "alq without 0": "alq:zero=false",
+    "amq": "amq",
+}
+"""Members with Huffman coding; of ``alq`` as it is there is a bar."""
 RICE_BAR = 1.03
 HUFFMAN_BAR = 1.02
 DENSITIES = (0.1, 0.01, 0.001)
@@ -144,18 +163,18 @@ def schemes(layers: list[Tensor]) -> dict[str, tuple[np.ndarray, Norm]]:
         "NUQSGD": (halved, "l2"),
         "NUQSGD, max": (halved, "max"),
     }
-    learnt: list[tuple[str, Kind, Norm, bool]] = [
-        ("AMQ", "amq", "l2", False),
-        ("AMQ, max", "amq", "max", False),
-        ("ALQ", "alq", "l2", True),
-        ("ALQ, max", "alq", "max", True),
-        ("ALQ without 0", "alq", "l2", False),
-        ("ALQ without 0, max", "alq", "max", False),
-    ]
-    for name, kind, norm, zero in learnt:
-        learned = learn(LearnedLevels(kind, BLOCK, norm, zero=zero), layers)
-        found[name] = (learned.table(BITS), norm)
+    for name, spec in LEARNT.items():
+        member = learner(spec)
+        found[name] = (learn(member.new_state(), layers).table(BITS), cast(Norm, member.norm))
     return found
+
+
+def learner(spec: str) -> ALQ | AMQ:
+    """A member that learns its levels, at this benchmark's bits and block."""
+    name, _, options = spec.partition(":")
+    member = parse(f"{name}:{','.join(filter(None, [options, f'bits={BITS}', f'block={BLOCK}']))}")
+    assert isinstance(member, ALQ | AMQ)
+    return member
 
 
 def variance(layers: list[Tensor], table: np.ndarray, norm: Norm) -> float:
@@ -194,28 +213,31 @@ def variances(taken: list[list[Tensor]]) -> dict[str, float]:
 # --- Huffman ------------------------------------------------------------------------------------------
 
 
-def coded(taken: list[list[Tensor]], norm: Norm) -> dict[str, float]:
-    """Bits an element of ALQ's payload on a gradient that its levels were not learnt on."""
-    alq = ALQ(bits=BITS, block=BLOCK, norm=norm, coding="huffman")
-    state = learn(alq.new_state(), taken[0])
-    x = torch.cat(taken[-1])
-    offsets = np.cumsum([0, *(layer.numel() for layer in taken[-1])])
-    rest, bits = x.clone(), [BITS] * len(taken[-1])
-    body, _ = alq.compress_layers_(rest, offsets, bits, state=state)
-    outs = [torch.zeros(layer.numel()) for layer in taken[-1]]
-    alq.decompress_layers_add_(body, outs, 1.0)
-    entropy = _entropy(taken[-1], outs, state.table(BITS), norm)
+def coded(taken: list[list[Tensor]], spec: str) -> dict[str, float]:
+    """Bits an element of a payload, and its variance, of a gradient that levels were not learnt on."""
+    member, layers = learner(spec), taken[-1]
+    norm = cast(Norm, member.norm)
+    state = learn(member.new_state(), taken[0])
+    x = torch.cat(layers)
+    offsets = np.cumsum([0, *(layer.numel() for layer in layers)])
+    rest, bits = x.clone(), [BITS] * len(layers)
+    body, _ = member.compress_layers_(rest, offsets, bits, state=state)
+    outs = [torch.zeros(layer.numel()) for layer in layers]
+    member.decompress_layers_add_(body, outs, 1.0)
+    entropy = _entropy(layers, outs, state.table(BITS), norm)
     return {
         "bits": 8 * body.numel() / x.numel(),
         "fixed": BITS + 32 / BLOCK,
         "entropy": entropy,
         "bar": HUFFMAN_BAR * entropy + 32 / BLOCK,
+        "variance": variance(layers, state.table(BITS), norm),
     }
 
 
 def _entropy(layers: list[Tensor], outs: list[Tensor], table: np.ndarray, norm: Norm) -> float:
     """Bits a code, from how often each decoded level occurs."""
-    counts = np.zeros(2 * len(table) - 1, np.int64)
+    first = 0 if table[0] == 0.0 else 1  # without a level at 0, the lowest has two signs
+    counts = np.zeros(2 * (len(table) + first) - 1, np.int64)
     middles = (table[1:] + table[:-1]).astype(np.float64) / 2
     for layer, out in zip(layers, outs, strict=True):
         signs = out.sign().split(BLOCK)
@@ -223,8 +245,8 @@ def _entropy(layers: list[Tensor], outs: list[Tensor], table: np.ndarray, norm: 
             length = float(block.double().norm() if norm == "l2" else block.abs().max())
             # a block of zeros is all level 0
             r = decoded.abs().double().numpy() / (length or 1.0)
-            code = np.searchsorted(middles, r) * sign.numpy().astype(np.int64)
-            counts += np.bincount(code + len(table) - 1, minlength=len(counts))
+            code = (np.searchsorted(middles, r) + first) * sign.numpy().astype(np.int64)
+            counts += np.bincount(code + len(table) - 1 + first, minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
@@ -239,14 +261,13 @@ def missed(figures: dict[str, Any]) -> list[str]:
         if row["ratio"] > RICE_BAR:
             found.append(f"positions at {density}: {row['ratio']:.3f} of the entropy, bar {RICE_BAR}")
     for model, row in figures["variance"].items():
-        for other in ("QSGD", "QSGDinf", "NUQSGD", "AMQ, max"):
-            if row["ALQ, max"] >= row[other]:
+        for other in ("QSGD", "QSGDinf", "NUQSGD", "AMQ", "AMQ, max"):
+            if row[FIXED] >= row[other]:
                 found.append(
-                    f"{model}: ALQ, max {row['ALQ, max']:.3f} is not below {other} {row[other]:.3f} "
-                    f"(ALQ without 0, max {row['ALQ without 0, max']:.3f})"
+                    f"{model}: alq:coding=fixed {row[FIXED]:.3f} is not below {other} {row[other]:.3f}"
                 )
     for name, row in figures["huffman"].items():
-        if row["bits"] > row["bar"]:
+        if row["bits"] > min(row["bar"], row["fixed"]):
             found.append(f"{name}: {row['bits']:.3f} bits an element, bar {row['bar']:.3f}")
     return found
 
@@ -257,7 +278,6 @@ def measure(quick: bool) -> dict[str, Any]:
     densities = DENSITIES[1:2] if quick else DENSITIES
     recipes = dict(list(RECIPES.items())[:1]) if quick else RECIPES
     taken = {name: gradients(recipe, steps, count) for name, recipe in recipes.items()}
-    norms: tuple[Norm, ...] = ("l2", "max")
     return {
         "numel": numel,
         "bits": BITS,
@@ -265,7 +285,9 @@ def measure(quick: bool) -> dict[str, Any]:
         "positions": {f"{density:g}": positions(numel, density) for density in densities},
         "variance": {name: variances(found) for name, found in taken.items()},
         "huffman": {
-            f"{name}, {norm}": coded(found, norm) for name, found in taken.items() for norm in norms
+            f"{name}, {row}": coded(found, spec)
+            for name, found in taken.items()
+            for row, spec in HUFFMAN.items()
         },
     }
 
@@ -275,7 +297,7 @@ def show(figures: dict[str, Any]) -> None:
     titles = {
         "positions": f"top-k of {figures['numel']:,}: bits a position at density",
         "variance": f"variance over energy, {BITS} bits, blocks of {BLOCK}",
-        "huffman": f"ALQ, Huffman, {BITS} bits: bits an element",
+        "huffman": f"Huffman, {BITS} bits: bits an element, variance over energy",
     }
     for key, title in titles.items():
         rows = figures[key]

@@ -48,6 +48,7 @@ MEMBERS: list[Quantizer] = [
     OneBit(block=77),
     ALQ(),
     ALQ(coding="fixed", norm="max", start="uniform"),
+    ALQ(coding="fixed", zero="true"),
     AMQ(),
     AMQ(norm="max", coding="fixed"),
 ]
@@ -449,6 +450,7 @@ def test_levels_are_bits_around_the_default() -> None:
         (lambda: ALQ(norm="l1"), "l2, max"),
         (lambda: ALQ(updates="100,200"), "updates=100/2000/10000"),
         (lambda: ALQ(start="zero"), "uniform, exponential"),
+        (lambda: ALQ(zero="maybe"), "auto, true, false"),
         (lambda: QSGD().compress_(torch.zeros(4), 2.5), "whole bits, got 2.5"),
         (lambda: SignSGD().wire_bytes(4, 2), "whole bits, got 2"),
     ],
@@ -485,7 +487,10 @@ def test_learnt_levels_are_learnt_from_x_plus_gradient_and_lose_less(member: Qua
 
 
 def test_members_that_differ_in_bits_share_a_state() -> None:
-    assert ALQ(bits=4).state_key == ALQ(bits=2, coding="fixed").state_key
+    assert ALQ(bits=4).state_key == ALQ(bits=2).state_key
+    assert ALQ().state_key == ALQ(coding="fixed", zero="true").state_key
+    assert ALQ().state_key != ALQ(coding="fixed").state_key  # levels without 0
+    assert AMQ().state_key == AMQ(coding="fixed").state_key
     assert ALQ(norm="l2").state_key != ALQ().state_key
 
 
@@ -693,7 +698,7 @@ def test_damage_is_named_and_nothing_is_written(message: str) -> None:
 
 
 def test_tables_that_do_not_rise_are_damage() -> None:
-    good, _ = ALQ(coding="fixed").compress_layers_(gradient(10), np.array([0, 10]), [2])
+    good, _ = ALQ(coding="fixed", zero="true").compress_layers_(gradient(10), np.array([0, 10]), [2])
     for at, value in ((2, 0.5), (2, math.nan), (6, 0.9), (6, math.inf), (6, -1.0), (2, 1.0)):
         body = good.clone()
         body[at : at + 4] = torch.frombuffer(bytearray(np.float32(value).tobytes()), dtype=torch.uint8)

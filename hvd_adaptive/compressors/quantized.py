@@ -606,7 +606,7 @@ class _Learned(_Random):
 
 @dataclass(frozen=True)
 class ALQ(_Learned):
-    """Levels, 0 among them, moved one by one to where the expected error is least.
+    """Levels that are moved one by one to where the expected error is least.
 
     Unbiased. Cost: about fourteen copies of the tensor to compress and two to decode, with Huffman
     coding twenty and six; learning is at few steps (see
@@ -621,8 +621,10 @@ class ALQ(_Learned):
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
-        zero: whether 0 is a level, as in the paper. Without it one more level serves the others, and
-            the error falls by a quarter, but zeros become noise and an entropy code gains less.
+        zero: whether 0 is a level, as in the paper: ``true``, ``false``, or ``auto``, which is
+            ``true`` with Huffman coding alone. There a level at 0 makes most codes alike and payloads
+            small. At a fixed width it saves nothing, and one more level for the others lowers the error
+            by a fifth or more; zeros then become noise.
         start: levels before anything was learnt: ``exponential`` (as NUQSGD) or ``uniform`` (QSGD).
 
     Raises:
@@ -639,16 +641,26 @@ class ALQ(_Learned):
     """
 
     start: str = "exponential"
-    zero: bool = True
+    zero: str = "auto"
 
     name = "alq"
     kind = "alq"
     widths = range(2, MAX_BITS + 1)
 
+    def __post_init__(self) -> None:
+        _check_choice(self.name, "zero", self.zero, ("auto", "true", "false"))
+        super().__post_init__()
+
+    @property
+    def state_key(self) -> Compressor:
+        """As of the others; but levels with 0 are not those without."""
+        zero = str(self.with_zero).lower()
+        return dataclasses.replace(self, bits=type(self).bits, coding=type(self).coding, zero=zero)
+
     @property
     def with_zero(self) -> bool:
-        """The option."""
-        return self.zero
+        """The option, or whether codes are Huffman-coded."""
+        return self.shrinks if self.zero == "auto" else self.zero == "true"
 
     @property
     def first_levels(self) -> Literal["uniform", "exponential"]:
