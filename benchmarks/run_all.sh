@@ -18,7 +18,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch/common.sh"
 
 names=(kernels wire overhead planner planning_cost accuracy allocation bucket_costs training bandwidth_trace
     adaptive scaling soak)
-needs_netlab=" training bandwidth_trace adaptive scaling soak "
+needs_netlab=" bucket_costs training bandwidth_trace adaptive scaling soak "
 
 benchmarks=$root/benchmarks
 logs=$root/runs/benchmarks
