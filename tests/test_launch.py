@@ -327,12 +327,17 @@ class TestRun:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        wait_for(lambda: "loss" in log.read_text(), 40)
-        job.send_signal(number)
-        assert job.wait(20) == status, log.read_text()
-        assert len(list(saved.glob("step-*.rank-?.pt"))) == 2
-        assert len([file for file in saved.glob("step-*.pt") if "rank" not in file.name]) == 1
-        wait_for(lambda: str(saved) not in command_lines(), 5)
+        try:
+            wait_for(lambda: "loss" in log.read_text(), 120)
+            job.send_signal(number)
+            assert job.wait(60) == status, log.read_text()
+            assert len(list(saved.glob("step-*.rank-?.pt"))) == 2
+            assert len([file for file in saved.glob("step-*.pt") if "rank" not in file.name]) == 1
+            wait_for(lambda: not processes_with(str(saved)), 20)
+        finally:
+            job.kill()
+            for pid in processes_with(str(saved)):
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
@@ -342,12 +347,13 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def command_lines() -> str:
-    """Those of all processes."""
-    lines = []
+def processes_with(text: str) -> list[int]:
+    """Those whose command line holds it."""
+    found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            lines.append(file.read_bytes().decode(errors="replace"))
+            if text in file.read_bytes().decode(errors="replace"):
+                found.append(int(file.parent.name))
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has just ended
-    return "\n".join(lines)
+    return found
