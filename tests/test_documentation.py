@@ -17,6 +17,7 @@ MODULES = (
     "hvd_adaptive.compressors.base",
     "hvd_adaptive.compressors.candidates",
     "hvd_adaptive.compressors.dense",
+    "hvd_adaptive.compressors.distributions",
     "hvd_adaptive.compressors.levels",
     "hvd_adaptive.compressors.lowrank",
     "hvd_adaptive.compressors.quantized",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize
 
+from hvd_adaptive.compressors import distributions
 from hvd_adaptive.compressors import levels as module
+from hvd_adaptive.compressors.base import Float64s
+from hvd_adaptive.compressors.distributions import Mixture, Table, block_statistics, merge, model
 from hvd_adaptive.compressors.levels import (
-    Float64s,
     LearnedLevels,
-    Mixture,
-    Table,
     amq,
-    block_statistics,
     coordinate_descent,
     gradient_descent,
-    merge,
-    model,
     psi,
 )
 
@@ -570,8 +568,9 @@ def test_bits_without_a_table_are_refused() -> None:
             LearnedLevels(kind, 64, "l2", zero=zero).table(wrong)  # type: ignore[arg-type]
 
 
-def test_the_examples_in_docstrings_run() -> None:
-    outcome = doctest.testmod(module)
+@pytest.mark.parametrize("of", [distributions, module], ids=lambda each: each.__name__)
+def test_the_examples_in_docstrings_run(of: ModuleType) -> None:
+    outcome = doctest.testmod(of)
     assert outcome.attempted > 0
     assert outcome.failed == 0
 
