@@ -31,7 +31,8 @@ from torch.nn import functional as F
 
 import report
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.compressors.levels import LearnedLevels, Norm
+from hvd_adaptive.compressors.distributions import Norm
+from hvd_adaptive.compressors.levels import LearnedLevels
 from hvd_adaptive.compressors.quantized import ALQ, AMQ
 from hvd_adaptive.wire import count_of
 
