@@ -313,7 +313,7 @@ class Throughput(BudgetOptions):
     Example:
         >>> budget = Throughput(theta_min=10, window=1).budget()
         >>> budget.factor, budget.factors
-        (1.0, (10.0, 20.0))
+        (1.0, (10.0, 20.0, 40.0))
         >>> budget.observe(StepFacts(0, gains={10.0: 0.95, 20.0: 0.6}))
         >>> budget.factor
         10.0
@@ -362,6 +362,8 @@ class ThroughputBudget(Budget):
     """See :class:`Throughput`.
 
     Throughputs are smoothed as gains are; the paper keeps the last step's, which noise would decide.
+    The first ones of a factor are averaged evenly, or its first step, which the switch delays, would
+    count for most of a window.
     """
 
     def __init__(self, options: Throughput, ranks: int) -> None:
@@ -372,15 +374,21 @@ class ThroughputBudget(Budget):
         self._theta = options.after(self._theta_min)
         self._ideal: float | None = None
         self._gains: dict[float, float] = {}
+        self._measured: int | None = None
+        """The last step whose gains were told."""
         self._throughputs: dict[float, float] = {}
+        self._counts: dict[float, int] = {}
         self._granted = 1.0
         first = {Need.GAINS_FIRST} if options.exact else set()
         self.needs = frozenset({Need.GAINS, *first})
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """The smallest factor and the candidate."""
-        return tuple(sorted({theta for theta in (self._theta_min, self._theta) if theta > 1}))
+        """The smallest factor, the candidate, and the next one, so that it is known when it is tried."""
+        wanted = {self._theta_min, self._theta}
+        if self._ideal is None:
+            wanted.add(self._options.after(self._theta))
+        return tuple(sorted(theta for theta in wanted if theta > 1))
 
     @property
     def factor(self) -> float:
@@ -400,21 +408,26 @@ class ThroughputBudget(Budget):
 
     def observe(self, facts: StepFacts) -> None:
         """Gains first, then the throughput at the factor that the step was sent with."""
-        for theta in self.factors:
-            if math.isfinite(gain := facts.gains.get(theta, math.nan)):
-                self._smooth(self._gains, theta, gain)
+        self._learn_gains(facts)
         if facts.seconds is None or facts.seconds <= 0:
             return
         if facts.factor in (*self.factors, 1.0):  # else of a candidate that is gone
             speed = facts.samples / facts.seconds * self._gain(facts.factor)
-            self._smooth(self._throughputs, facts.factor, speed)
+            count = self._counts[facts.factor] = self._counts.get(facts.factor, 0) + 1
+            _smooth(self._throughputs, facts.factor, speed, max(self._alpha, 1 / count))
         self._steps += 1
         if self._steps % self._options.window == 0 and self._ideal is None:
             self._turn()
 
-    def _smooth(self, averages: dict[float, float], theta: float, value: float) -> None:
-        before = averages.get(theta, value)
-        averages[theta] = before + self._alpha * (value - before)
+    def _learn_gains(self, facts: StepFacts) -> None:
+        """Gains that are told on every tenth step only weigh as those of ten steps."""
+        told = [theta for theta in self.factors if math.isfinite(facts.gains.get(theta, math.nan))]
+        if not told:
+            return
+        steps = 1 if self._measured is None else max(1, facts.step - self._measured)
+        self._measured = facts.step
+        for theta in told:
+            _smooth(self._gains, theta, facts.gains[theta], 1 - (1 - self._alpha) ** steps)
 
     def _turn(self) -> None:
         """The end of a window."""
@@ -448,6 +461,8 @@ class ThroughputBudget(Budget):
             "theta": self._theta,
             "ideal": self._ideal,
             "gains": list(self._gains.items()),
+            "measured": self._measured,
+            "counts": list(self._counts.items()),
             "throughputs": list(self._throughputs.items()),
             "granted": self._granted,
         }
@@ -458,8 +473,15 @@ class ThroughputBudget(Budget):
         self._theta_min, self._theta = float(state["theta_min"]), float(state["theta"])
         self._ideal = None if state["ideal"] is None else float(state["ideal"])
         self._gains = {float(theta): float(gain) for theta, gain in state["gains"]}
+        self._measured = None if state["measured"] is None else int(state["measured"])
+        self._counts = {float(theta): int(count) for theta, count in state["counts"]}
         self._throughputs = {float(theta): float(speed) for theta, speed in state["throughputs"]}
         self._granted = float(state["granted"])
+
+
+def _smooth(averages: dict[float, float], theta: float, value: float, weight: float) -> None:
+    before = averages.get(theta, value)
+    averages[theta] = before + weight * (value - before)
 
 
 # --- critical regimes -----------------------------------------------------------------------------
