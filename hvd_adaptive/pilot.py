@@ -37,6 +37,9 @@ LAG = 5
 """Steps from the trigger of a plan to the switch."""
 SAMPLES = 8
 """Steps of a period on which errors are measured; the first is soon after the last plan."""
+NEW, RARE = 10, 10
+"""Gains are measured on the first so many steps of new factors, then on every so manieth: they take a
+pass over all gradients, and change slowly."""
 APART = 4
 """Steps from one of them to the next at least: a short period would measure every step."""
 
@@ -125,6 +128,7 @@ class Pilot:
         self._other_bytes = 0.0
         self._factors: tuple[float, ...] = self._planner.factors
         self._factor = 1.0
+        self._factors_since = 0
         self._decided = False
         self._levels: dict[str, int] = {}
         self.expected: dict[str, Expected] = {}
@@ -224,7 +228,14 @@ class Pilot:
 
     def watches(self, step: int) -> bool:
         """Whether :meth:`measure` wants to see the layers of this step."""
-        return bool(self._needs & {Need.ENERGY, Need.GAINS, Need.GAINS_FIRST}) or self.samples(step)
+        return Need.ENERGY in self._needs or self._measures_gains(step) or self.samples(step)
+
+    def _measures_gains(self, step: int) -> bool:
+        """Whether gains are measured in this step; the same on all ranks."""
+        if self.exact:
+            return True
+        new = step < self._factors_since + NEW
+        return Need.GAINS in self._needs and (new or step % RARE == 0)
 
     def measure(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
         """Look at one layer.
@@ -246,7 +257,7 @@ class Pilot:
         elif self.samples(step):
             row.sample(grad, energy, self._states)
         self._energy[layer.name] = energy
-        if self._factors:
+        if self._factors and self._measures_gains(step):
             self._measure_gains(row, x)
 
     def _measure_gains(self, row: _Row, x: Tensor) -> None:
@@ -294,8 +305,8 @@ class Pilot:
         if np.isfinite(samples := self._meter.samples_per_step):
             facts = replace(facts, samples=samples)
         completions: list[Callable[[StepFacts], StepFacts]] = []
-        if not self.exact and self._needs & {Need.GAINS, Need.ENERGY}:
-            averages = self._channel.mean(self._step_vector())
+        if not self.exact and (Need.ENERGY in self._needs or self._measures_gains(step)):
+            averages = self._channel.mean(self._step_vector(step))
             completions.append(partial(_with_averages, factors=self._factors, averages=averages))
         if Need.TRANSFERS in self._needs:
             least = self._channel.least(_own_times(facts.compute_seconds, trips))
@@ -309,9 +320,11 @@ class Pilot:
         if self._first:
             self._guard(lambda: self._think(step))
 
-    def _step_vector(self) -> Float64s:
+    def _step_vector(self, step: int) -> Float64s:
         """Gain at each factor and energy of each layer in this step, which is forgotten."""
         gains = 1.0 - self._lost / self._whole if self._whole else np.ones(len(self._factors))
+        if not self._measures_gains(step):
+            gains = np.full(len(self._factors), np.nan)
         energy = [self._energy.get(name, 0.0) for name in self._rows]
         self._lost, self._whole, self._energy = np.zeros(len(self._factors)), 0.0, {}
         return np.concatenate([gains, energy])
@@ -419,7 +432,7 @@ class Pilot:
         Returns:
             What every layer does from this step on; None where nothing changes.
         """
-        averages = self._channel.mean(self._step_vector())
+        averages = self._channel.mean(self._step_vector(step))
         gains = _with_averages(StepFacts(step, factor=self._factor), self._factors, averages)
         table = self._channel.mean(self._take_measured())()
         if self._first:
@@ -448,6 +461,8 @@ class Pilot:
             for name, (error, energy) in zip(self._rows, foreseen, strict=False)
             if energy > 0  # else nothing was seen of it
         }
+        if tuple(decided["factors"]) != self._factors:
+            self._factors_since = step + 1
         self._factor, self._factors = decided["factor"], tuple(decided["factors"])
         self._decided = True
         self._lost = np.zeros(len(self._factors))
@@ -493,6 +508,7 @@ class Pilot:
             "factor": self._factor,
             "decided": self._decided,
             "factors": list(self._factors),
+            "factors_since": self._factors_since,
             "trigger": self._trigger,
             "message": self._message,
             "table": None if self._table is None else self._table.tolist(),
@@ -521,6 +537,7 @@ class Pilot:
             )
         self._planner.load_state_dict(state["planner"])
         self._factor, self._factors = state["factor"], tuple(state["factors"])
+        self._factors_since = int(state["factors_since"])
         self._lost = np.zeros(len(self._factors))
         self._loaded = state
         if self._rows:

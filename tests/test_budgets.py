@@ -297,6 +297,19 @@ def test_a_plan_is_urgent_when_the_factor_has_changed() -> None:
     assert reference(budget) == [0, 0]
 
 
+def test_a_plan_is_urgent_when_gains_of_other_factors_are_wanted() -> None:
+    """Or they would not be measured where no candidate suffices."""
+    budget = Throughput(theta_min=10, window=3).budget(100)
+    for step in range(3):
+        measured = {10.0: 0.9, 20.0: 0.1, 40.0: 0.05}
+        budget.observe(StepFacts(step, seconds=1.0, factor=10.0, gains=measured))
+        assert budget.urgent == (step in (0, 2))  # 10x suffices; 160x is wanted
+        if step == 0:
+            assert reference(budget) == [0, 0]
+    assert reference(budget) == [0, 0]
+    assert not budget.urgent
+
+
 def test_gains_of_every_tenth_step_are_smoothed_as_those_of_ten() -> None:
     one, other = (Throughput(theta_min=10, window=100).budget(4) for _ in range(2))
     for step in range(41):

@@ -379,12 +379,13 @@ class ThroughputBudget(Budget):
         self._throughputs: dict[float, float] = {}
         self._counts: dict[float, int] = {}
         self._granted = 1.0
+        self._told = self.factors
         first = {Need.GAINS_FIRST} if options.exact else set()
         self.needs = frozenset({Need.GAINS, *first})
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """The smallest factor, the candidate, and the next one, so that it is known when it is tried."""
+        """The smallest factor, the candidate, and the next one, to know it when its turn comes."""
         wanted = {self._theta_min, self._theta}
         if self._ideal is None:
             wanted.add(self._options.after(self._theta))
@@ -400,8 +401,8 @@ class ThroughputBudget(Budget):
 
     @property
     def urgent(self) -> bool:
-        """Whether the factor has changed."""
-        return self.factor != self._granted
+        """Whether the factor has changed, or those whose gains are wanted."""
+        return self.factor != self._granted or self.factors != self._told
 
     def _gain(self, theta: float) -> float:
         return 1.0 if theta <= 1 else self._gains.get(theta, 0.0)
@@ -443,7 +444,7 @@ class ThroughputBudget(Budget):
 
     def allow(self, table: Table) -> Allowance:
         """The error and bytes of the factor that is wanted now."""
-        self._granted = self.factor
+        self._granted, self._told = self.factor, self.factors
         return Allowance.like(table, table.at_factor(self._granted))
 
     def report(self) -> dict[str, float]:
@@ -465,10 +466,12 @@ class ThroughputBudget(Budget):
             "counts": list(self._counts.items()),
             "throughputs": list(self._throughputs.items()),
             "granted": self._granted,
+            "told": list(self._told),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
+        self._told = tuple(state["told"])
         self._steps = int(state["steps"])
         self._theta_min, self._theta = float(state["theta_min"]), float(state["theta"])
         self._ideal = None if state["ideal"] is None else float(state["ideal"])

@@ -29,7 +29,7 @@ class Need(Enum):
     ERRORS = "errors"
     """``Table.errors`` when a plan is made."""
     GAINS = "gains"
-    """``StepFacts.gains`` for ``Planner.factors``, and ``seconds`` and ``factor``, every step."""
+    """``StepFacts.gains`` for ``Planner.factors`` on some steps, ``seconds`` and ``factor`` on all."""
     GAINS_FIRST = "gains first"
     """This step's gains before it is sent: observe them alone, plan if due, send, observe the rest."""
     ENERGY = "energy"
