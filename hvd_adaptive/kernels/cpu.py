@@ -24,18 +24,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, int32, int64, njit, uint8, uint16, uint32, uint64
+from numba import carray, int32, int64, uint8, uint16, uint32, uint64
 from torch import Tensor
 
 from hvd_adaptive.kernels.intrinsics import (
     LANES,
     at_least,
     bits_float,
+    compiled,
     float32_pointer,
     float_bits,
     int64_pointer,
@@ -114,10 +114,7 @@ TRUNCATED, OVERLONG, COUNT, FORMAT, RICE, RUN, INDEX, LENGTH, PADDING, VALUE, TR
 )
 
 # Sums may be reordered, but what takes part in them may be a NaN or an Inf.
-_REORDER = {"reassoc", "contract"}
-
-_kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
-_vector: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=_REORDER)
+_kernel, _vector = compiled(), compiled("reassoc", "contract")
 
 
 # --- reading -------------------------------------------------------------------------------------

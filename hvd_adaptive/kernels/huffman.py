@@ -28,16 +28,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import int64, njit, uint8, uint16, uint32, uint64
+from numba import int64, uint8, uint16, uint32, uint64
 from torch import Tensor
 
 from hvd_adaptive.kernels.cpu import SLACK, _window
-from hvd_adaptive.kernels.intrinsics import store_u64
+from hvd_adaptive.kernels.intrinsics import compiled, store_u64
 from hvd_adaptive.kernels.quantize import _group, _pack, _packed_bytes, _unpack, quantize_compress_
 from hvd_adaptive.wire_codes import (
     HUFFMAN,
@@ -75,7 +75,7 @@ DEEPEST = 96
 _SIZE = struct.Struct("<I")
 _Arrays: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
 
-_kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
+_kernel = compiled()
 
 
 # --- the code ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What Numba lacks: raw addresses, unaligned words, bit scans, and a 32-lane comparison.
+"""How kernels are compiled, and what Numba lacks: raw addresses, unaligned words, bit scans, lanes.
 
 Kernels get a tensor as its ``data_ptr()``: an int64 costs nothing to pass, and 300 of them fit in one
 array. Nothing here checks bounds; the callers do.
@@ -14,10 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 Codegen = Callable[..., Any]
+
+
+def compiled(*freedoms: str) -> Any:
+    """The decorator of all kernels: without the GIL, cached on disk, a division by 0 gives Inf or NaN.
+
+    Args:
+        freedoms: what LLVM may do with floats: ``reassoc`` (reorder sums), ``contract`` (fuse a product
+            and a sum).
+    """
+    return njit(nogil=True, cache=True, error_model="numpy", fastmath=set(freedoms))
+
 
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
 LANES = 32

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, int32, int64, njit, uint8, uint32, uint64
+from numba import carray, int32, int64, uint8, uint32, uint64
 from torch import Tensor
 
 from hvd_adaptive.kernels.cpu import BINS, INF, MAGNITUDE, SLACK, _count_block, _window
 from hvd_adaptive.kernels.intrinsics import (
     bits_float,
+    compiled,
     float32_pointer,
     float_bits,
     load_f32,
@@ -85,9 +86,8 @@ TRIT_CODES = np.array(
 """The five codes in a byte, a byte each."""
 BIAS = 127
 
-_kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
-# What has this mark sums numbers that are finite or may give any NaN: their order may change.
-_vector: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
+# What has the second mark sums numbers that are finite or may give any NaN: their order may change.
+_kernel, _vector = compiled(), compiled("reassoc")
 
 
 # --- reading and measuring -----------------------------------------------------------------------

@@ -14,15 +14,15 @@ from Pseudorandom Functions" (SIAM J. Comput. 1988).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, int64, njit, uint32
+from numba import carray, int64, uint32
 from torch import Tensor
 
-from hvd_adaptive.kernels.intrinsics import float32_pointer, prefetch
+from hvd_adaptive.kernels.intrinsics import compiled, float32_pointer, prefetch
 from hvd_adaptive.keys import mix
 
 __all__ = ["add_", "first_indices", "run_length", "take_"]
@@ -33,7 +33,7 @@ _LINE = 16  # float32 in a line of the cache
 _ROUNDS, _ROUNDS_IF_SMALL, _SMALL = 4, 16, 16
 """Four are enough for large domains (Luby and Rackoff); those of a few bits need more."""
 
-_kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
+_kernel = compiled()
 
 
 class _Order(NamedTuple):
