@@ -132,7 +132,7 @@ def work(out: Path, names: list[str], seeds: int, epochs: float) -> None:
             if hvd.rank() == 0:
                 seconds = time.perf_counter() - started
                 print(f"{key:20} {figures['accuracy']:.2%}  {seconds:.0f} s", flush=True)
-                report.write(out.stem, {"task": task.source, "runs": done}, out.parent)
+                report.write(out.stem, {"task": task.name, "runs": done}, out.parent)
 
 
 def tune(spec: str, warmup: int, seeds: int, epochs: float) -> None:

@@ -213,10 +213,13 @@ def accuracy() -> str:
     ]
     (run, *_) = figures["runs"].values()
     setting, seeds = run["setting"], rows_of(figures["runs"])[0]["seeds"]
+    usual = SETTINGS["topk"].warmup_steps
+    longer = {name: row.warmup_steps for name, row in SETTINGS.items() if row.warmup_steps > usual}
+    others = "".join(f" (of {name}: {steps})" for name, steps in longer.items())
     return (
         f"Accuracy: the small ResNet on Fashion-MNIST, {setting['epochs']:g} epoch on "
         f"{setting['ranks']} ranks, mean of {seeds} seeds, the same data in the same order; the first "
-        f"{SETTINGS['topk'].warmup_steps} steps dense where something is compressed. Payloads include "
+        f"{usual} steps{others} dense where something is compressed. Payloads include "
         f"all that travels dense (biases, norms, small layers, and those first steps). "
         f"{source('accuracy', figures)}\n\n{table(heading, rows)}"
     )
