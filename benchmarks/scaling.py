@@ -20,13 +20,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -57,7 +59,7 @@ RATES = {"200mbit": 200e6, "1gbit": 1e9}
 """What fits are made for."""
 UNLIMITED = "unlimited"
 """The same hosts, with links far faster than this machine's cores: what the machine alone needs."""
-NETWORKS = (*RATES, UNLIMITED, "loopback")
+NETWORKS = ("200mbit", UNLIMITED, "1gbit", "loopback")
 
 COLLECTIVES = {
     "ring fp32": ("allreduce", 1),
@@ -67,13 +69,16 @@ COLLECTIVES = {
 }
 """Of each scheme of scaling_rank.py, and how many of them follow each other."""
 SIZES = {
-    "allreduce": [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20],
+    "allreduce": [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20],
     "allgather": [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20],
 }
+POINT_SECONDS = 0.7
 HELD_OUT_SIZE = {"allreduce": 1 << 20, "allgather": 256 << 10}
 HELD_OUT_RANKS = 8
 """Fits see fewer ranks than these, and not the size above."""
 ERROR_BAR = 0.20
+BUSY_BAR = 0.10
+"""Of the cores: where others take more, the figures are worth little."""
 
 FAR = 1024
 FAR_RATES = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10, "100 Gbit/s": 1e11}
@@ -162,15 +167,29 @@ class Jobs:
             raise SystemExit(f"the job failed with status {job.returncode}: {' '.join(command)}")
 
 
+def busy_elsewhere(seconds: float = 1.0) -> float:
+    """The share of this machine's cores that is busy while nothing of this benchmark runs."""
+
+    def ticks() -> tuple[int, int]:
+        numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        return sum(numbers), numbers[3] + numbers[4]  # idle, and waiting for disks
+
+    before = ticks()
+    time.sleep(seconds)
+    total, idle = (now - then for now, then in zip(ticks(), before, strict=True))
+    return 1 - idle / max(1, total)
+
+
 def measure(
     found: Seconds,
+    busy: list[float],
     networks: Sequence[str],
     ranks: Sequence[int],
     sizes: dict[str, list[int]],
     seconds: float,
     save: Callable[[], object],
 ) -> None:
-    """Add to ``found`` what it lacks."""
+    """Add to ``found`` what it lacks, and to ``busy`` what others took before each job."""
     with Jobs(max(ranks)) as jobs:
         for network in networks:
             for number in ranks:
@@ -183,7 +202,10 @@ def measure(
                 ]
                 if not missing:
                     continue
+                busy.append(round(busy_elsewhere(), 3))
                 print(f"{network}, {number} rank(s): {len(missing)} points", end=" ", flush=True)
+                if busy[-1] > BUSY_BAR:
+                    print(f"(others keep {busy[-1]:.0%} of the cores busy)", end=" ", flush=True)
                 for point in jobs.run(network, number, missing, seconds):
                     scheme, size = point["scheme"], str(point["bytes"])
                     value = float(f"{point['seconds']:.4g}")
@@ -262,38 +284,49 @@ def points_of(found: Seconds, network: str, scheme: str) -> list[Point]:
     ]
 
 
+@dataclass(frozen=True)
+class Division:
+    """A scheme's points on a network: what a line is fitted to, tried on, and what says nothing."""
+
+    fitted: list[Point]
+    held_out: list[Point]
+    left_out: list[Point]
+
+
+def divide(found: Seconds, network: str, scheme: str, cores: int) -> Division:
+    """By rules that look at no residual: see `limited_by_link` and the constants above."""
+    collective, _ = COLLECTIVES[scheme]
+    alone = {(p.ranks, p.nbytes): p.seconds for p in points_of(found, UNLIMITED, scheme)}
+    division = Division([], [], [])
+    for point in points_of(found, network, scheme):
+        machine = alone.get((point.ranks, point.nbytes), math.inf)
+        smallest = SIZES[collective][0]
+        if not limited_by_link(point, machine, RATES[network], cores, smallest):
+            division.left_out.append(point)
+        elif point.ranks >= HELD_OUT_RANKS or point.nbytes == HELD_OUT_SIZE[collective]:
+            division.held_out.append(point)
+        else:
+            division.fitted.append(point)
+    return division
+
+
 def fits(found: Seconds, cores: int) -> dict[str, dict[str, dict[str, float]]]:
     """The line of each scheme on each network, and how far it is off where it has not looked."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     for network, rate in RATES.items():
-        for scheme, (collective, _) in COLLECTIVES.items():
-            measured = points_of(found, network, scheme)
-            alone = {(p.ranks, p.nbytes): p.seconds for p in points_of(found, UNLIMITED, scheme)}
-            known = [point for point in measured if (point.ranks, point.nbytes) in alone]
-            if not known:
+        for scheme in COLLECTIVES:
+            points = divide(found, network, scheme, cores)
+            if len(points.fitted) < 3 or not points.held_out:
                 continue
-            smallest = min(point.nbytes for point in known)
-            used = [
-                point
-                for point in known
-                if limited_by_link(point, alone[point.ranks, point.nbytes], rate, cores, smallest)
-            ]
-            new = [
-                point
-                for point in used
-                if point.ranks >= HELD_OUT_RANKS or point.nbytes == HELD_OUT_SIZE[collective]
-            ]
-            old = [point for point in used if point not in new]
-            if len(old) < 3 or not new:
-                continue
-            line = fit(old)
-            errors = [abs(line.error(point)) for point in new]
+            line = fit(points.fitted)
+            errors = [abs(line.error(point)) for point in points.held_out]
             result.setdefault(scheme, {})[network] = {
                 **asdict(line),
                 "rate": byte_seconds(rate) / line.beta if line.beta else 0.0,
-                "fitted": len(old),
-                "held out": len(new),
-                "left out": len(measured) - len(used),
+                "fitted": len(points.fitted),
+                "held out": len(points.held_out),
+                "left out": len(points.left_out),
+                "most ranks held out": max(point.ranks for point in points.held_out),
                 "mean error": float(np.mean(errors)),
                 "worst error": float(np.max(errors)),
             }
@@ -406,11 +439,14 @@ def show(figures: dict[str, Any]) -> None:
 
 def show_fits(lines: dict[str, dict[str, dict[str, float]]]) -> None:
     """The models, and how they do where they have not looked."""
-    columns = "fixed ms, alpha us, of TCP's rate, fitted to, tried on, left out, mean error, worst"
+    columns = (
+        "fixed ms, alpha us, of TCP's rate, fitted to, tried on, left out, most ranks, error, worst"
+    )
     rows: list[list[object]] = [["model", "network", *columns.split(", ")]]
     for scheme, networks in lines.items():
         for network, row in networks.items():
-            counts = [int(row[key]) for key in ("fitted", "held out", "left out")]
+            counted = ("fitted", "held out", "left out", "most ranks held out")
+            counts = [int(row[key]) for key in counted]
             shares = [f"{row[key]:.1%}" for key in ("mean error", "worst error")]
             line = [1e3 * row["fixed"], 1e6 * row["alpha"], f"{row['rate']:.0%}"]
             rows.append([scheme, network, *line, *counts, *shares])
@@ -455,12 +491,22 @@ def _ranks(number: int | None) -> str:
 
 def missed(figures: dict[str, Any]) -> list[str]:
     """The bars that were not met."""
-    return [
+    found = [
         f"{scheme} on {network}: the model is {row['mean error']:.0%} off, bar {ERROR_BAR:.0%}"
         for scheme, networks in figures["fits"].items()
         for network, row in networks.items()
         if row["mean error"] > ERROR_BAR
     ]
+    found += [
+        f"{scheme} on {network}: too few points for a model and its trial"
+        for scheme in COLLECTIVES
+        for network in RATES
+        if network not in figures["fits"].get(scheme, {})
+    ]
+    busy = max(figures["others busy"], default=0.0)
+    if busy > BUSY_BAR:
+        found.append(f"others kept up to {busy:.0%} of the cores busy, bar {BUSY_BAR:.0%}: run --fresh")
+    return found
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:
@@ -495,36 +541,47 @@ def _plot_fits(axes: Any, figures: dict[str, Any]) -> None:
     for scheme, networks in figures["fits"].items():
         for network, row in networks.items():
             line = Line(row["fixed"], row["alpha"], row["beta"])
-            points = [p for p in points_of(figures["seconds"], network, scheme) if p.ranks > 1]
-            measured = [1e3 * point.seconds for point in points]
-            axes.loglog(
-                measured,
-                [1e3 * line.seconds(point) for point in points],
-                ".",
-                label=f"{scheme}, {network}",
-            )
+            points = divide(figures["seconds"], network, scheme, os.cpu_count() or 1)
+            color = None
+            for kind, marker in (("fitted", "."), ("held_out", "o"), ("left_out", "x")):
+                shown = [point for point in getattr(points, kind) if point.ranks > 1]
+                (drawn,) = axes.loglog(
+                    [1e3 * point.seconds for point in shown],
+                    [1e3 * line.seconds(point) for point in shown],
+                    marker,
+                    color=color,
+                    markersize=4,
+                    alpha=0.4 if kind == "left_out" else 1.0,
+                    label=f"{scheme}, {network}" if kind == "fitted" else None,
+                )
+                color = drawn.get_color()
     axes.axline((1, 1), (10, 10), color="grey", linewidth=0.8)
-    axes.set(xlabel="ms measured", ylabel="ms by the model", title="2 to 16 ranks, all points")
+    axes.set(
+        xlabel="ms measured",
+        ylabel="ms by the model",
+        title="2 to 16 ranks: dots fitted, circles held out, crosses left out",
+    )
     axes.legend(fontsize=7)
 
 
 # --- the program --------------------------------------------------------------------------------------
 
 
-def previous(out: Path) -> tuple[Seconds, dict[str, Work]]:
+def previous(out: Path) -> tuple[Seconds, dict[str, Work], list[float]]:
     """What an earlier run has measured."""
     path = out / "scaling.json"
     if not path.exists():
-        return {}, {}
+        return {}, {}, []
     content = json.loads(path.read_text())
-    return content["seconds"], {name: Work(**each) for name, each in content["work"].items()}
+    work = {name: Work(**each) for name, each in content["work"].items()}
+    return content["seconds"], work, content["others busy"]
 
 
 def quick() -> int:
     """Everything once, small, on this machine alone."""
     found: Seconds = {}
     sizes = {collective: [1 << 10, 16 << 10] for collective in SIZES}
-    measure(found, ["loopback"], (1, 2), sizes, 0.01, lambda: None)
+    measure(found, [], ["loopback"], (1, 2), sizes, 0.01, lambda: None)
     work = {name: work_of(spec, layers=2, side=128, repeats=1) for name, spec in SPECS.items()}
     show(analysed(found, work, os.cpu_count() or 1))
     return 0
@@ -544,11 +601,12 @@ def main() -> int:
     torch.set_num_threads(1)
     if options.quick:
         return quick()
-    found, work = ({}, {}) if options.fresh else previous(options.out)
+    found, work, busy = ({}, {}, []) if options.fresh else previous(options.out)
 
     def save() -> None:
         described = {name: asdict(each) for name, each in work.items()}
-        report.write("scaling", {"seconds": found, "work": described}, options.out)
+        content = {"seconds": found, "work": described, "others busy": busy}
+        report.write("scaling", content, options.out)
 
     interrupted = False
     try:
@@ -556,13 +614,13 @@ def main() -> int:
             print(f"compressing: {name}", flush=True)
             work[name] = work_of(SPECS[name], layers=16, side=1024, repeats=7)
             save()
-        measure(found, options.networks, RANKS, SIZES, 1.5, save)
+        measure(found, busy, options.networks, RANKS, SIZES, POINT_SECONDS, save)
     except KeyboardInterrupt:
         interrupted = True
         print("\nstopped; the same command goes on from here", flush=True)
         if len(work) < len(SPECS):
             return 130
-    figures = analysed(found, work, os.cpu_count() or 1)
+    figures = {**analysed(found, work, os.cpu_count() or 1), "others busy": busy}
     show(figures)
     bad = missed(figures)
     print("\n".join(bad) if bad else "all bars met")

@@ -222,6 +222,7 @@ def run(options: argparse.Namespace, token: str, private: Path) -> Run:
         # so that ranks that are stopped have time to agree on it
         "OMPI_MCA_odls_base_sigkill_timeout": "10",
         "TMPDIR": str(private / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(private / "torch"),  # torch's own, which outlives every run
     }
     job = subprocess.Popen(
         command,

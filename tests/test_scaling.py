@@ -117,6 +117,53 @@ def test_every_bucket_costs_its_own_messages() -> None:
     assert powersgd.travel(8, 1e6, line, buckets=3) == pytest.approx(3 * 2 * (1e-3 + 14e-5))
 
 
+def measured(scaling: ModuleType, line: object, machine: float) -> dict[str, object]:
+    """What a benchmark would find where the line is true, and the machine alone takes a share of it."""
+    found: dict[str, object] = {}
+    for network, share in (("200mbit", 1.0), ("unlimited", machine)):
+        for scheme, (collective, operations) in scaling.COLLECTIVES.items():
+            found.setdefault(network, {})[scheme] = {  # type: ignore[index]
+                str(size): {
+                    str(n): share * line.seconds(scaling.Point(collective, operations, n, size, 0.0))  # type: ignore[attr-defined]
+                    for n in scaling.RANKS
+                }
+                for size in scaling.SIZES[collective]
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def scaling() -> ModuleType:
+    sys.path.append(str(BENCHMARKS))
+    try:
+        return load("scaling")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_a_true_model_has_no_error_on_the_ranks_and_the_payload_that_it_has_not_seen(
+    scaling: ModuleType,
+) -> None:
+    line = model.Line(1e-3, 1e-4, model.byte_seconds(200e6))
+    found = scaling.fits(measured(scaling, line, machine=0.1), cores=2)
+    assert set(found) == set(scaling.COLLECTIVES)
+    for networks in found.values():
+        row = networks["200mbit"]
+        assert row["worst error"] == pytest.approx(0, abs=1e-6)
+        assert row["rate"] == pytest.approx(1)
+        assert row["most ranks held out"] == 16
+
+
+def test_where_the_machine_needs_as_long_as_the_link_only_as_many_ranks_as_cores_count(
+    scaling: ModuleType,
+) -> None:
+    line = model.Line(1e-3, 1e-4, model.byte_seconds(200e6))
+    points = scaling.divide(measured(scaling, line, machine=1.0), "200mbit", "allgather", cores=2)
+    assert {point.ranks for point in points.fitted} == {1, 2}
+    assert {point.nbytes for point in points.held_out} == {scaling.HELD_OUT_SIZE["allgather"]}
+    assert {point.ranks for point in points.left_out} == {1, 4, 8, 16}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_quick_benchmark_runs_to_its_end() -> None:
