@@ -133,6 +133,10 @@ class Bandwidth(BudgetOptions):
     With ``t`` the wanted seconds of a step: ``t - T_comp`` is shared by all transfers of a step. Every
     direction that is seen has its own latency and bandwidth. Source: Kimad, section 3.1.
 
+    The paper's workers choose each for itself, because each has a link of its own to a server. Here
+    every link carries the payloads of all ranks, so a collective takes as long as its slowest link
+    takes for the sum, however that is shared out: all ranks get the levels that fit the slowest link.
+
     An estimate is as often too high as too low, and a rate falls on between a plan and its steps, so
     bytes that need all of the time would miss it in half of the steps. Therefore part of it is kept
     free, and this margin follows what happens: a step that takes longer than ``t`` widens it, one that
