@@ -33,6 +33,7 @@ from typing import Any
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 NETLAB = [sys.executable, str(LAUNCH / "netlab.py")]
 TRAIN = [sys.executable, str(LAUNCH / "train.py")]
+SEVERAL = [sys.executable, str(Path(__file__).with_name("several.py"))]
 
 # Faster than the machine's cores can carry.
 UNSHAPED = "100gbit"
@@ -47,6 +48,13 @@ THREADS = {
 RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+}
+# More ranks than cores, on this machine alone.
+HERE = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 # Open MPI chooses the allreduce by itself.
 DEFAULT_ALLREDUCE: dict[str, str] = {}
@@ -122,6 +130,31 @@ class Job:
         finally:
             self.stop()
 
+    def each(self, count: int) -> Iterator[dict[str, Any]]:
+        """What the trainings of benchmarks/several.py write, each as soon as it has ended.
+
+        Raises:
+            JobError: one failed, or took too long.
+        """
+        try:
+            for number in range(count):
+                self._end = time.monotonic() + self._seconds
+                yield self._next(self._file(0, f"json.{number}"))
+            self._wait(0, self._processes[0])
+        finally:
+            self.stop()
+
+    def _next(self, file: Path) -> dict[str, Any]:
+        while not file.exists():
+            if not self.running and not file.exists():
+                self._wait(0, self._processes[0])
+                raise JobError(self._trouble(0, "wrote no result"))
+            if time.monotonic() > self._end:
+                raise JobError(self._trouble(0, f"took longer than {self._seconds:.0f} s"))
+            time.sleep(0.05)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
     def _wait(self, number: int, process: subprocess.Popen[bytes]) -> None:
         try:
             status = process.wait(max(0.0, self._end - time.monotonic()))
@@ -163,15 +196,24 @@ def train_here(ranks: int, arguments: Sequence[str], seconds: float = 300.0) -> 
     Raises:
         JobError: it failed, or took too long.
     """
-    environment = {
-        **THREADS,
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
     command = ["mpirun", "-np", str(ranks), *TRAIN, "--threads", "1", *arguments]
-    return Job([command], environment, seconds).results()[0]
+    return Job([command], {**THREADS, **HERE}, seconds).results()[0]
+
+
+def train_each_here(
+    ranks: int, trainings: Sequence[Sequence[str]], seconds: float = 300.0
+) -> Iterator[dict[str, Any]]:
+    """As :func:`train_here`, several trainings by the same ranks.
+
+    Yields:
+        What ``--result`` holds of each, as soon as it has ended.
+    """
+    command = ["mpirun", "-np", str(ranks), *SEVERAL, _of_one_thread(trainings)]
+    return Job([command], {**THREADS, **HERE}, seconds).each(len(trainings))
+
+
+def _of_one_thread(trainings: Sequence[Sequence[str]]) -> str:
+    return json.dumps([["--threads", "1", *arguments] for arguments in trainings])
 
 
 class Lab:
@@ -267,6 +309,25 @@ class Lab:
             JobError: it failed, or took too long.
         """
         return self.start(arguments, environment, seconds).results()[0]
+
+    def train_each(
+        self,
+        trainings: Sequence[Sequence[str]],
+        environment: Mapping[str, str] = RING,
+        seconds: float = 300.0,
+    ) -> Iterator[dict[str, Any]]:
+        """As :meth:`train`, several trainings by the same ranks.
+
+        Args:
+            trainings: the arguments of each.
+            environment: of all of them.
+            seconds: after which one of them counts as hung.
+
+        Yields:
+            What ``--result`` holds of each, as soon as it has ended.
+        """
+        command = [*NETLAB, "--name", self.name, "mpirun", *SEVERAL, _of_one_thread(trainings)]
+        return self._keep(Job([command], {**THREADS, **environment}, seconds)).each(len(trainings))
 
     def train_alone(self, arguments: Sequence[str], seconds: float = 300.0) -> list[dict[str, Any]]:
         """Runs train.py on every host at the same time: so many runs of one rank, without exchange.

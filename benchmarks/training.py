@@ -30,6 +30,7 @@ tune.json``).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import statistics
@@ -74,10 +75,10 @@ class Model:
 
 
 MODELS = {
-    "lstm": Model("lstm-sotu", 300, 20, 0.4, ("--eval-examples", "1000")),
-    "mlp": Model("mlp-fashion", 234, 18, 0.25),
-    "resnet": Model("resnet-fashion", 468, 36, 0.15),
-    "transformer": Model("transformer-sotu", 300, 20, 0.25, ("--eval-examples", "1000")),
+    "lstm": Model("lstm-sotu", 300, 20, 0.4, ("--eval-examples", "400")),
+    "mlp": Model("mlp-fashion", 234, 26, 0.25),
+    "resnet": Model("resnet-fashion", 468, 52, 0.15),
+    "transformer": Model("transformer-sotu", 300, 20, 0.25, ("--eval-examples", "400")),
     "digits": Model("mlp-digits", 40, 8, 0.1),
 }
 """The last is for --quick only."""
@@ -133,14 +134,14 @@ METHODS = {
     "fp16": _own("fp16", heavy=True),
     TOPK: _own("topk:density=0.01,values=int8"),
     "topk-fp32": _own("topk:density=0.01"),
-    "stock-fp32-default": _stock("none", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
-    "stock-fp16-default": _stock("fp16", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
     "powersgd": _own("powersgd:rank=4"),
     "qsgd": _own("qsgd:bits=4"),
     "lgreco": _own("topk:density=0.01,values=int8", "lgreco:period=50"),
     "kimad": _own("topk:density=0.01,values=int8", "kimad:seconds={seconds}"),
     "gravac": _own("topk:density=0.01,values=int8", "gravac:window=25"),
     "accordion": _own("topk:density=0.01,values=int8", "accordion:period=25"),
+    "stock-fp32-default": _stock("none", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
+    "stock-fp16-default": _stock("fp16", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
 }
 WITHOUT_COURSE = (ALONE, "stock-fp32-default", "stock-fp16-default", "none", "fp16")
 """Dense gradients are dense gradients: ``none`` learns what stock fp32 learns."""
@@ -274,28 +275,20 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def measure(self, cell: Cell) -> dict[str, Any]:
-        """What is stored of a cell."""
-        if cell.kind == "course":
-            return self._course(cell)
-        if cell.method == ALONE:
-            return _alone(self._hosts_at("200mbit").train_alone(cell.arguments()))
-        found = self._train(cell, seconds=400)
-        settled = found["step_seconds"][METHODS[cell.method].settle :]
-        kept = ("costs", "samples_per_step", "dense_bytes")
-        return _spread(settled) | {name: found[name] for name in kept}
-
-    def _course(self, cell: Cell) -> dict[str, Any]:
-        if cell.rate:
-            found = self._train(cell, seconds=900)
+    def measure(self, group: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+        """What is stored of each cell, as soon as it is measured; all of them are of one place."""
+        first = group[0]
+        trainings = [cell.arguments() for cell in group]
+        if first.method == ALONE:
+            yield _alone(self._hosts_at("200mbit").train_alone(trainings[0]))
+            return
+        if first.rate:
+            hosts = self._hosts_at(RATES[first.rate])
+            found = hosts.train_each(trainings, METHODS[first.method].environment, seconds=600)
         else:
-            found = lab.train_here(self._hosts, cell.arguments(), seconds=900)
-        kept = ("steps", "train_loss", "held_out", "evaluations")
-        return {"warmup": cell.warmup} | {name: found[name] for name in kept}
-
-    def _train(self, cell: Cell, seconds: float) -> dict[str, Any]:
-        hosts = self._hosts_at(RATES[cell.rate])
-        return hosts.train(cell.arguments(), METHODS[cell.method].environment, seconds)
+            found = lab.train_each_here(self._hosts, trainings, seconds=600)
+        for cell, result in zip(group, found, strict=True):
+            yield _course(cell, result) if cell.kind == "course" else _steps(cell, result)
 
     def _hosts_at(self, rate: str) -> lab.Lab:
         if self._lab is None:
@@ -304,6 +297,17 @@ class Bench:
             self._lab.set_rate(rate)
         self._rate = rate
         return self._lab
+
+
+def _course(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("steps", "train_loss", "held_out", "evaluations")
+    return {"warmup": cell.warmup} | {name: result[name] for name in kept}
+
+
+def _steps(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
+    settled = result["step_seconds"][METHODS[cell.method].settle :]
+    kept = ("costs", "samples_per_step", "dense_bytes")
+    return _spread(settled) | {name: result[name] for name in kept}
 
 
 def _alone(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -352,36 +356,43 @@ def store(done: Mapping[str, Any], path: Path, hosts: int) -> None:
 
 def measure_all(
     chosen: Sequence[Cell], done: dict[str, Any], out: Path | None, hosts: int, minutes: float
-) -> int:
+) -> list[Cell]:
     """Measures one cell after the other and stores each at once.
 
     Returns:
-        How many failed.
+        Those that are left: the time was up, or they failed.
     """
     end = time.monotonic() + 60 * minutes
-    failed = 0
     with Bench(hosts) as bench:
-        for number, cell in enumerate(chosen):
-            if time.monotonic() > end:
-                print(f"the time is up: {len(chosen) - number} of {len(chosen)} cells are left")
-                break
+        for group in groups(chosen):
             started = time.monotonic()
+            if started > end:
+                break
             try:
-                figures = bench.measure(cell)
+                for cell, figures in zip(group, bench.measure(group), strict=True):
+                    done[cell.key] = {"setting": setting(cell), **figures}
+                    if out is not None:
+                        store(done, out, hosts)
+                    took, started = time.monotonic() - started, time.monotonic()
+                    print(f"{cell.key}: {_brief(figures)}  ({took:.0f} s)", flush=True)
+                    if started > end:
+                        break
             except lab.JobError as error:
                 # The others may still succeed; this one is tried again the next time.
-                failed += 1
-                print(f"[{number + 1}/{len(chosen)}] {cell.key}: {error}", flush=True)
-                continue
-            done[cell.key] = {"setting": setting(cell), **figures}
-            if out is not None:
-                store(done, out, hosts)
-            took = time.monotonic() - started
-            print(
-                f"[{number + 1}/{len(chosen)}] {cell.key}: {_brief(figures)}  ({took:.0f} s)",
-                flush=True,
-            )
-    return failed
+                print(error, flush=True)
+    return missing(chosen, done)
+
+
+def groups(chosen: Sequence[Cell]) -> list[list[Cell]]:
+    """Neighbours that the same ranks can measure one after the other."""
+    return [list(group) for _, group in itertools.groupby(chosen, key=_place)]
+
+
+def _place(cell: Cell) -> object:
+    if cell.method == ALONE:
+        return cell.key
+    # Courses without a rate run where nothing is sent over a network.
+    return (cell.rate, METHODS[cell.method].environment) if cell.rate else ""
 
 
 def _brief(figures: Mapping[str, Any]) -> str:
@@ -435,7 +446,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             hosts = 2 if args.quick else HOSTS
-            status = int(measure_all(todo, done, args.out, hosts, args.minutes) > 0)
+            left = measure_all(todo, done, args.out, hosts, args.minutes)
+            if left:
+                print(f"{len(left)} cells are left; the same command goes on with them")
+                status = 1
         except KeyboardInterrupt:
             print(f"interrupted; {len(done)} cells are stored, the same command goes on with the rest")
             status = 130

@@ -96,33 +96,56 @@ def test_a_stored_cell_is_measured_again_only_with_other_settings(
     assert training.missing(chosen, done) == chosen
 
 
+def fake_measure(training: ModuleType, *events: Any) -> Any:
+    """In place of Bench.measure: for each cell a median, or what is raised."""
+    left = list(events)
+
+    def measure(bench: Any, group: Any) -> Iterator[dict[str, Any]]:
+        for _ in group:
+            event = left.pop(0)
+            if isinstance(event, BaseException):
+                raise event
+            yield {"median": event}
+
+    return measure
+
+
 def test_each_cell_is_stored_as_soon_as_it_is_measured(
     training: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    chosen = training.select("model=mlp,method=alone/topk/qsgd,rate=200mbit,kind=steps")
-    trouble = {chosen[0].method: training.lab.JobError("broke"), chosen[2].method: KeyboardInterrupt()}
-
-    def measure(bench: Any, cell: Any) -> dict[str, Any]:
-        if cell.method in trouble:
-            raise trouble[cell.method]
-        return {"median": 0.5}
-
-    monkeypatch.setattr(training.Bench, "measure", measure)
+    chosen = training.select("model=mlp,method=alone/stock-fp16/topk/qsgd,rate=200mbit,kind=steps")
+    broken = training.lab.JobError("broke")
+    events = [broken, 0.5, 0.25, KeyboardInterrupt()]
+    monkeypatch.setattr(training.Bench, "measure", fake_measure(training, *events))
     out = tmp_path / "training.json"
     with pytest.raises(KeyboardInterrupt):
         training.measure_all(chosen, {}, out, 2, minutes=1)
     stored = training.load(out)
-    assert list(stored) == [chosen[1].key]
-    assert stored[chosen[1].key] == {"setting": training.setting(chosen[1]), "median": 0.5}
-    assert training.missing(chosen, stored) == [chosen[0], chosen[2]]
+    assert {key: each["median"] for key, each in stored.items()} == {
+        chosen[1].key: 0.5,
+        chosen[2].key: 0.25,
+    }
+    assert training.missing(chosen, stored) == [chosen[0], chosen[3]]
 
 
-def test_no_cell_is_started_when_the_time_is_up(
-    training: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_cell_is_started_when_the_time_is_up(training: ModuleType, tmp_path: Path) -> None:
     chosen = training.select("model=mlp,rate=200mbit,kind=steps")
-    assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == 0
-    assert f"{len(chosen)} of {len(chosen)} cells are left" in capsys.readouterr().out
+    assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == chosen
+
+
+def test_ranks_are_started_once_for_neighbours_of_one_rate_and_environment(
+    training: ModuleType,
+) -> None:
+    chosen = training.select("model=lstm,method=alone/topk/qsgd/stock-fp16-default,rate=200mbit/1gbit")
+    steps = [cell for cell in chosen if cell.kind == "steps"]
+    found = [[(cell.method, cell.rate) for cell in group] for group in training.groups(steps)]
+    assert found == [
+        [("alone", "")],
+        [("topk", "200mbit"), ("qsgd", "200mbit")],
+        [("stock-fp16-default", "200mbit")],
+        [("topk", "1gbit"), ("qsgd", "1gbit")],
+        [("stock-fp16-default", "1gbit")],
+    ]
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -276,12 +299,14 @@ def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(
     if reason:
         pytest.skip(reason)
     out = tmp_path / "quick.json"
-    words = ["--quick", "--only", "model=digits,method=alone/topk,kind=steps", "--out", str(out)]
+    only = "model=digits,seed=0,method=alone/stock-fp16/topk,kind=steps"
+    words = ["--quick", "--only", only, "--out", str(out)]
     command = [sys.executable, str(BENCHMARKS / "training.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["cells"]
-    assert list(found) == ["steps/digits/alone", "steps/digits/topk/200mbit"]
+    names = ["alone", "stock-fp16/200mbit", "topk/200mbit"]
+    assert list(found) == [f"steps/digits/{name}" for name in names]
     assert found["steps/digits/topk/200mbit"]["costs"]["payload_bytes"] > 0
     assert all(0 < each["median"] < 5 for each in found.values())
     again = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=60, check=True)
