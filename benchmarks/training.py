@@ -36,7 +36,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ import report
 
 HOSTS = 4
 UNSHAPED = "unshaped"
+# The first is that of the bars.
 RATES = {"200mbit": "200mbit", "100mbit": "100mbit", "1gbit": "1gbit", UNSHAPED: lab.UNSHAPED}
 SEEDS = (0, 1, 2)
 TUNE_SEED = 7
@@ -132,8 +133,9 @@ METHODS = {
     DENSE: _stock("none"),
     "none": _own("none", heavy=True),
     "fp16": _own("fp16", heavy=True),
-    TOPK: _own("topk:density=0.01,values=int8"),
-    "topk-fp32": _own("topk:density=0.01"),
+    TOPK: _own("topk:density=0.01,values=int8", warmup=0.05),
+    "topk-fp32": _own("topk:density=0.01", warmup=0.05),
+    "topk-10": _own("topk:density=0.1,values=int8", warmup=0.05),
     "powersgd": _own("powersgd:rank=4"),
     "qsgd": _own("qsgd:bits=4"),
     "lgreco": _own("topk:density=0.01,values=int8", "lgreco:period=50"),
@@ -193,35 +195,33 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, the most important first."""
-    for model in ("lstm", "mlp"):
-        yield from _step_cells(model, "200mbit")
-        yield from _course_cells(model, (DENSE, FP16, TOPK))
-    for model in ("resnet", "transformer"):
-        yield from _step_cells(model, "200mbit")
-    for rate in ("1gbit", UNSHAPED, "100mbit"):
-        for model in ("lstm", "mlp", "resnet", "transformer"):
-            yield from _step_cells(model, rate)
-    for model in ("lstm", "mlp", "resnet", "transformer"):
-        yield from _course_cells(model, tuple(METHODS))
-    yield from _step_cells("digits", "200mbit")
-    yield from _course_cells("digits", (DENSE, FP16, TOPK))
+    """All of them, the most important first: those that a bar is about, then the models in turn."""
+    barred = ("lstm", "mlp")
+    for model in barred:
+        yield from _step_cells(model, "200mbit", (ALONE, FP16, DENSE, "none", TOPK, "powersgd"))
+    for seed in SEEDS:
+        for model in barred:
+            yield from _course_cells(model, seed, (DENSE, FP16, TOPK))
+    for rate in RATES:
+        for model in MODELS:
+            yield from _step_cells(model, rate, METHODS)
+    for seed in (*SEEDS, TUNE_SEED):
+        for model in MODELS:
+            yield from _course_cells(model, seed, METHODS)
 
 
-def _step_cells(model: str, rate: str) -> Iterator[Cell]:
-    for name, method in METHODS.items():
-        if model in method.models:
+def _step_cells(model: str, rate: str, methods: Iterable[str]) -> Iterator[Cell]:
+    for name in methods:
+        if model in METHODS[name].models:
             # Without exchange, all rates are one.
             yield Cell("steps", model, name, "" if name == ALONE else rate)
 
 
-def _course_cells(model: str, methods: Sequence[str]) -> Iterator[Cell]:
-    for seed in (*SEEDS, TUNE_SEED):
-        for name in methods:
-            if name in WITHOUT_COURSE:
-                continue
-            rates = ("200mbit",) if METHODS[name].follows_rate else ("",)
-            yield from (Cell("course", model, name, rate, str(seed)) for rate in rates)
+def _course_cells(model: str, seed: int, methods: Iterable[str]) -> Iterator[Cell]:
+    for name in methods:
+        if name not in WITHOUT_COURSE:
+            rate = "200mbit" if METHODS[name].follows_rate else ""
+            yield Cell("course", model, name, rate, str(seed))
 
 
 def select(only: str) -> list[Cell]:
@@ -349,8 +349,11 @@ def load(path: Path) -> dict[str, Any]:
 
 def store(done: Mapping[str, Any], path: Path, hosts: int) -> None:
     """In the order of the tables, whatever was measured first; without what is no cell any more."""
-    everything = dict.fromkeys(cell.key for cell in cells())
-    kept = {key: done[key] for key in everything if key in done}
+    places = {name: number for number, name in enumerate([*MODELS, *METHODS])}
+    everything = sorted(
+        set(cells()), key=lambda each: (places[each.model], places[each.method], each.key)
+    )
+    kept = {cell.key: done[cell.key] for cell in everything if cell.key in done}
     report.write(path.stem, {"hosts": hosts, "cells": kept}, path.parent)
 
 
