@@ -152,23 +152,23 @@ def names(cells: Cells, position: int, kind: str = "") -> list[str]:
     return list(dict.fromkeys(each[position] for each in parts if not kind or each[0] == kind))
 
 
+Rows = list[list[object]]
+
+
 def show(cells: Cells) -> str:
-    """All tables."""
-    parts = [
-        steps_table(cells, model, rate)
-        for model in names(cells, 1, "steps")
-        for rate in RATES
-        if any(key.startswith(f"steps/{model}/") and key.endswith(f"/{rate}") for key in cells)
-    ]
-    parts += [courses_table(cells, model) for model in names(cells, 1, "course")]
-    return "\n\n".join(parts)
+    """All tables, as text."""
+    steps = [steps_rows(cells, model, rate) for model in names(cells, 1, "steps") for rate in RATES]
+    courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
+    return "\n\n".join(report.table(rows) for rows in steps + courses if len(rows) > 1)
 
 
-def steps_table(cells: Cells, model: str, rate: str) -> str:
-    """What a step costs with each method."""
+def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
+    """What a step costs with each method: the heading, and a row each."""
     alone = step_of(cells, model, ALONE, rate)
     heading: list[object] = ["step", "x alone", "samples/s", *TITLES, "bytes sent", "smaller by"]
-    rows: list[list[object]] = [[f"{model}, {rate}", *heading]]
+    rows: Rows = [[f"{model}, {rate}", *heading]]
+    if not any(_is_step(key, model, rate) for key in cells):
+        return rows
     for method in names(cells, 2, "steps"):
         step = step_of(cells, model, method, rate)
         if step is None:
@@ -186,7 +186,7 @@ def steps_table(cells: Cells, model: str, rate: str) -> str:
                 _number(step["dense_bytes"] / sent if sent else math.nan, "{:.1f}"),
             ]
         )
-    return report.table(rows)
+    return rows
 
 
 PARTS = ("compute", "compress", "communicate", "decompress")
@@ -218,13 +218,13 @@ def payload_of(method: str, step: Mapping[str, Any]) -> float:
     return float(step["costs"]["payload_bytes"])
 
 
-def courses_table(cells: Cells, model: str) -> str:
-    """What each method reaches, and when."""
-    measured = [rate for rate in RATES if step_of(cells, model, DENSE, rate)]
+def courses_rows(cells: Cells, model: str) -> Rows:
+    """What each method reaches, and when: the heading, and a row each; no target without dense."""
+    measured = [rate for rate in RATES if any(_is_step(key, model, rate) for key in cells)]
     dense = next(iter(courses_of(cells, model, DENSE).values()), None)
     if dense is None:
-        return f"{model}: no course of {DENSE} yet, so no target"
-    rows: list[list[object]] = [
+        return []
+    rows: Rows = [
         [
             f"{model}, {dense['steps']} steps",
             metric(dense),
@@ -251,7 +251,11 @@ def courses_table(cells: Cells, model: str) -> str:
                 *(_number(each, "{:,.0f}") for each in seconds),
             ]
         )
-    return report.table(rows)
+    return rows
+
+
+def _is_step(key: str, model: str, rate: str) -> bool:
+    return key.startswith(f"steps/{model}/") and key.endswith(f"/{rate}")
 
 
 def _number(value: float, form: str) -> str:
