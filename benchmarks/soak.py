@@ -191,7 +191,9 @@ def grows(row: dict[str, Any]) -> bool:
 class Run:
     """What a run told, and what was seen of it."""
 
-    samples: list[Samples] = field(default_factory=list)
+    samples: dict[int, Samples] = field(default_factory=dict)
+    """By process, in the order of ranks."""
+    started: float = 0.0
     comparisons: list[dict[str, Any]] = field(default_factory=list)
     status: int | None = None
     interrupted: bool = False
@@ -261,26 +263,25 @@ def _lines(job: subprocess.Popen[str]) -> queue.Queue[str | None]:
 
 def watch(seen: Run, lines: queue.Queue[str | None]) -> None:
     """Read and sample until the job ends; a line a minute says how it goes."""
-    started = time.monotonic()
-    processes: list[int] = []
-    shown = started
+    seen.started = seen.started or time.monotonic()
+    shown = time.monotonic()
     for line in _ticking(lines):
         now = time.monotonic()
         if line is None:
-            for process, samples in zip(processes, seen.samples, strict=True):
-                samples.take(process, now - started)
+            for process, samples in seen.samples.items():
+                samples.take(process, now - seen.started)
         elif not line.startswith("{"):
             print(line, end="", flush=True)
         else:
             record = json.loads(line)
             if "processes" in record:
-                processes, started = record["processes"], now
-                seen.samples = [Samples() for _ in processes]
+                seen.samples = {process: Samples() for process in record["processes"]}
+                seen.started = now
             else:
                 seen.comparisons.append(record)
-        if now - shown >= 60 and processes:
+        if now - shown >= 60 and seen.samples:
             shown += 60
-            print(_progress(seen, now - started), flush=True)
+            print(_progress(seen, now - seen.started), flush=True)
 
 
 def _ticking(lines: queue.Queue[str | None]) -> Iterator[str | None]:
@@ -299,7 +300,7 @@ def _ticking(lines: queue.Queue[str | None]) -> Iterator[str | None]:
 
 
 def _progress(seen: Run, seconds: float) -> str:
-    memory = ", ".join(f"{each.megabytes[-1]:.1f}" for each in seen.samples if each.megabytes)
+    memory = ", ".join(f"{each.megabytes[-1]:.1f}" for each in seen.samples.values() if each.megabytes)
     last = seen.comparisons[-1] if seen.comparisons else {"step": 0, "switches": 0, "loss": math.nan}
     return (
         f"{seconds / 60:5.1f} min: step {last['step']}, loss {last['loss']:.3f}, "
@@ -313,6 +314,7 @@ def _progress(seen: Run, seconds: float) -> str:
 def figures_of(seen: Run, options: argparse.Namespace, left: dict[str, list[str]]) -> dict[str, Any]:
     """Everything that a run showed."""
     warm_up = 60 * min(4.0, 0.2 * options.minutes)
+    samples = list(seen.samples.values())
     settings = (
         "ranks",
         "preset",
@@ -333,9 +335,8 @@ def figures_of(seen: Run, options: argparse.Namespace, left: dict[str, list[str]
     return {
         "settings": {name: getattr(options, name) for name in settings},
         "warm-up seconds": warm_up,
-        "ranks": [summary(samples, warm_up) for samples in seen.samples],
-        "megabytes": [samples.megabytes for samples in seen.samples],
-        "sampled at": seen.samples[0].seconds if seen.samples else [],
+        "ranks": [summary(each, warm_up) for each in samples],
+        "megabytes a minute": [each.megabytes[:: int(60 / SAMPLE_SECONDS)] for each in samples],
         "steps": last.get("step", 0),
         "seconds": last.get("seconds", 0.0),
         "comparisons": len(seen.comparisons),
