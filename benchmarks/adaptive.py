@@ -38,8 +38,8 @@ import report
 
 HOSTS = 4
 RATE = "100mbit"
-STEPS = 350
-WINDOW = 45
+STEPS = 250
+WINDOW = 40
 FACTORS = (10, 20, 40, 160, 1000)
 """That GraVAC's exponential policy names, from 10x with a cap of 1000x (section IV-B1)."""
 

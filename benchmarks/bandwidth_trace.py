@@ -42,10 +42,10 @@ TCP_SHARE = 0.95
 SECONDS = 0.5
 """The time of a step that Kimad is asked for: computing takes some 0.25 s, and a dense step at the mean
 rate of the pattern some 2 s."""
-LOW, HIGH, PERIOD, NOISE = 30, 330, 100.0, 0.05
+LOW, HIGH, PERIOD, NOISE = 30, 330, 60.0, 0.05
 """Of the pattern, in Mbit/s and seconds, as in Kimad's section 4.2."""
 TRACE = f"sin2 --low {LOW}mbit --high {HIGH}mbit --period {PERIOD:g} --noise {NOISE:g}"
-SETTLE = 40
+SETTLE = 30
 """Steps until the first plans are in force; they are not counted."""
 FOLLOW = 20
 """Steps within which the monitor must follow a change."""
@@ -55,7 +55,7 @@ ERROR_BAR = 0.15
 TRAFFIC_BAR = 0.05
 
 TOPK = "topk:density={density:.6g}"
-KIMAD = f"seconds={SECONDS:g},period=5"
+KIMAD = f"seconds={SECONDS:g},period=5,warmup=10"
 PAPER = {"seconds": 0.80, "accuracy": 0.01}
 """Kimad's time over EF21's in its table 1 (385.2 / 486.1, 285.2 / 360.6, 225.2 / 284.2, 205.2 / 258.0),
 and what section 4.3 says of Kimad+: 1 point of accuracy above EF21."""
@@ -77,12 +77,12 @@ class Cell:
     rates: tuple[int, ...] = (200,)
     changes: Mapping[int, int] = field(default_factory=dict)
     pattern: bool = False
-    steps: int = 240
+    steps: int = 180
 
 
 CELLS = {
-    "monitor": Cell(f"kimad:{KIMAD}", changes={70: 60, 120: 300}, steps=170),
-    "uneven": Cell(f"kimad:{KIMAD}", rates=(200, 200, 200, 50), steps=80),
+    "monitor": Cell(f"kimad:{KIMAD}", changes={50: 60, 90: 300}, steps=130),
+    "uneven": Cell(f"kimad:{KIMAD}", rates=(200, 200, 200, 50), steps=50),
     "kimad": Cell(f"kimad:{KIMAD}", pattern=True),
     "ef21": Cell(None, pattern=True),
     "kimad+": Cell(f"kimad+:{KIMAD}", pattern=True),
