@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 QUICK = {
@@ -37,13 +38,20 @@ def planning_cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from imported("planning_cost", monkeypatch)
 
 
+@pytest.fixture
+def allocation(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    pytest.importorskip("horovod.torch")
+    yield from imported("allocation", monkeypatch)
+
+
 def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A benchmark, while its neighbours are found: launch/ has a report.py, too."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     other = sys.modules.pop("report", None)
     yield importlib.import_module(name)
-    for module in (name, "report"):
-        sys.modules.pop(module)
+    for key, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(BENCHMARKS)):
+            del sys.modules[key]
     if other is not None:
         sys.modules["report"] = other
 
@@ -139,3 +147,34 @@ def test_planning_is_charged_for_its_own_steps_and_for_what_others_become(
     assert planning_cost.cost(found) == pytest.approx(found["total"])
     faster = planning_cost.Times(list(seconds * 0.9), changes)
     assert planning_cost.cost(planning_cost.compare(faster, without, block, period)) > 0.005
+
+
+def test_zeros_of_a_gradient_cost_no_bytes_and_unequal_layers_are_worth_bits(
+    allocation: ModuleType,
+) -> None:
+    from hvd_adaptive.layers import Layer
+
+    layers = [Layer(0, "a", (64, 64)), Layer(1, "b", (64, 64)), Layer(2, "bias", (64,))]
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(layer.numel, generator=generator) for layer in layers]
+    grads[0][410:] = 0.0  # a tenth of it remains, as of an embedding
+    sizes = [
+        allocation.table_for(allocation.rows_of(layers, "topk:density=0.1"), [grads]).sizes[index]
+        for index in (0, 1)
+    ]
+    assert len(sizes) == 2  # the bias travels dense
+    assert sizes[0][0] == pytest.approx(sizes[1][90], rel=0.02)  # 100 % of it is 10 % of the other
+    assert sizes[1][0] > 5 * sizes[0][0]
+
+    grads[0] = grads[1] * 4  # 16 times its energy
+    table = allocation.table_for(allocation.rows_of(layers, "qsgd:bits=4"), [grads])
+    assert allocation.unequal_bits(table) == pytest.approx(0.5 * np.log2(8.5 / 4), rel=0.02)
+
+
+def test_bars_count_what_is_really_sent(allocation: ModuleType) -> None:
+    row = {"fewer": 9.0, "at best": 1.2, "really fewer": 1.2, "error": 1.0}
+    settings = {each.compression: row for each in allocation.SETTINGS}
+    found = allocation.missed({"models": {"LSTM": settings, "another": settings}})
+    assert [line.split(":")[0] for line in found] == ["LSTM, topk", "LSTM, powersgd"]
+    worse = {"models": {"LSTM": {key: {**row, "error": 1.01} for key in settings}}}
+    assert sum("error" in line for line in allocation.missed(worse)) == len(settings)
