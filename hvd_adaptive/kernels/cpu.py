@@ -1173,15 +1173,16 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
     old = int64(old_values.ctypes.data)
     energy, _, kept = _take(old, 0, count, min(k, count), rule, floor, work)
     target = carray(float32_pointer(x), n)
-    done = 0
-    for i in range(count):
-        index = old_indices[i]
-        prefetch(x + 4 * int64(old_indices[min(i + AHEAD, count - 1)]))
-        if done < kept and indices[done] == i:
-            indices[done] = index
-            done += 1
-        else:
-            target[index] += old_values[i]
+    scattered, begin = count < n // 16, 0  # fewer than a value in a line
+    for j in range(kept + 1):
+        until = int64(indices[j]) if j < kept else count
+        for i in range(begin, until):
+            if scattered:
+                prefetch(x + 4 * int64(old_indices[min(i + AHEAD, count - 1)]))
+            target[old_indices[i]] += old_values[i]
+        if j < kept:
+            indices[j] = old_indices[until]
+        begin = until + 1
     sent, out = _encode(out, indices, values, kept, how, parameters)
     for i in range(kept):
         target[indices[i]] += values[i]
@@ -1279,20 +1280,14 @@ def sample_spectrum(x: Tensor) -> npt.NDArray[np.int64]:
 
 
 @_kernel
-def _count_fine(x, n, floor, rows, fine):
-    """Count the lower 16 bits of the elements in the row of their bin, where it has one (not -1).
-
-    Elements below floor (bits) are passed over 32 at a time.
-    """
-    for start in range(0, n, LANES):
-        hits = _hits(x + 4 * start, n - start, floor)
-        while hits:
-            i = start + int64(trailing_zeros(hits))
-            hits &= hits - uint64(1)
-            magnitude = int64(load_u32(x + 4 * i)) & MAGNITUDE
-            row = rows[magnitude >> 16]
-            if row >= 0:  # seldom: a branch that is foreseen
-                fine[row, magnitude & 0xFFFF] += int32(1)
+def _count_fine(x, n, rows, fine):
+    """Count the lower 16 bits of the elements in the row of their bin, where it has one (not -1)."""
+    words = carray(uint32_pointer(x), n)
+    for i in range(n):
+        magnitude = int64(words[i]) & MAGNITUDE
+        row = rows[magnitude >> 16]
+        if row >= 0:  # seldom: a branch that is foreseen
+            fine[row, magnitude & 0xFFFF] += int32(1)
 
 
 def refined_spectrum(x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -1302,8 +1297,7 @@ def refined_spectrum(x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.i
     rows = np.full(BINS, -1, np.int32)
     rows[bins] = np.arange(len(bins), dtype=np.int32)
     fine = np.zeros((len(bins), 1 << 16), np.int32)
-    floor = int(bins.min(initial=BINS)) << 16
-    _count_fine(x.data_ptr(), x.numel(), floor, rows, fine)
+    _count_fine(x.data_ptr(), x.numel(), rows, fine)
     return fine
 
 
