@@ -77,7 +77,7 @@ class Cell:
     rates: tuple[int, ...] = (200,)
     changes: Mapping[int, int] = field(default_factory=dict)
     pattern: bool = False
-    steps: int = 180
+    steps: int = 240
 
 
 CELLS = {
