@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +250,176 @@ def planner() -> str:
     )
 
 
+def allocation() -> str:
+    """L-GreCo's bytes on real gradients, beside the optimum and the paper's."""
+    from allocation import SETTINGS
+
+    figures = load("allocation")
+    papers = {setting.compression: setting.paper for setting in SETTINGS}
+    rows = [
+        [
+            model,
+            f"`{compression}`",
+            *(f"{row[key]:.2f}" for key in ("fewer", "at best", "really fewer", "accumulated")),
+            f"{row['error']:.3f}",
+            papers[compression],
+        ]
+        for model, settings in figures["models"].items()
+        for compression, row in settings.items()
+    ]
+    heading = [
+        "model",
+        "default of all layers",
+        "times fewer bytes, planned",
+        "exact optimum",
+        "really compressed",
+        "by accumulated gradients",
+        "error, of the default's",
+        "L-GreCo's tables",
+    ]
+    return (
+        "L-GreCo against one level for all layers, at no more error, on gradients of three moments "
+        "of a training. Where a model has few layers, or one that holds most of its bytes, there is "
+        f"little to shift; the plans are at the optimum all the same. {source('allocation', figures)}"
+        f"\n\n{table(heading, rows)}"
+    )
+
+
+def bucket_costs() -> str:
+    """How well bytes explain time."""
+    figures = load("bucket_costs")
+    prices = ", ".join(
+        f"{row['seconds a MB'] * 1e3:.0f}" for row in figures["buckets"] if "seconds a MB" in row
+    )
+    return (
+        f"Bucket costs on {figures['hosts']} hosts at {figures['rate']}: R² {figures['r2']:.2f} of the "
+        f"synchronisation time of {len(figures['plans'])} random plans is explained by their bytes "
+        f"({prices} ms a MB of each bucket). {source('bucket_costs', figures)}"
+    )
+
+
+def planning_cost() -> str:
+    """What planning costs a step."""
+    figures = load("planning_cost")
+    rows = [
+        [
+            name,
+            f"{row['step ms']:.0f} ms",
+            *(f"{100 * row[key]:+.2f} %" for key in ("measuring", "changing", "other steps", "total")),
+        ]
+        for name, row in figures["cases"].items()
+    ]
+    heading = [
+        "`lgreco:period=200` against none",
+        "step",
+        "measuring",
+        "changes of plan",
+        "other steps",
+        "in all",
+    ]
+    return (
+        "What a planner adds to a step, in turn within one run. "
+        f"{source('planning_cost', figures)}\n\n{table(heading, rows)}"
+    )
+
+
+def bandwidth() -> str:
+    """Kimad under a changing rate."""
+    from bandwidth_trace import rows_of, seconds_ratio
+
+    figures = load("bandwidth_trace")
+    cells = figures["cells"]
+    compared = (
+        f" Kimad takes {seconds_ratio(cells):.2f} of EF21's time for as many steps "
+        f"(Kimad's paper: {figures['paper']['seconds']:.2f})."
+        if {"kimad", "ef21"} <= set(cells)
+        else ""
+    )
+    return (
+        f"Kimad with {figures['settings']['seconds']:g} s for a step, {figures['settings']['hosts']} "
+        f"hosts, rates `{figures['settings']['trace']}`; `ef21` at a fixed density sends as many bytes."
+        f"{compared} {source('bandwidth_trace', figures)}\n\n{_of_rows(rows_of(cells))}"
+    )
+
+
+def adaptive() -> str:
+    """GraVAC and L-GreCo in real training."""
+    figures = load("adaptive")
+    rows = [
+        [
+            f"`{name}`",
+            f"{100 * row['accuracy']:.2f} %",
+            *(
+                "" if row[key] is None else format(row[key] * scale, form)
+                for key, scale, form in (
+                    ("difference", 100, "+.2f"),
+                    ("samples_per_second", 1, ".0f"),
+                    ("seconds", 1, ".0f"),
+                    ("payload", 1e-3, ",.0f"),
+                )
+            ),
+        ]
+        for name, row in figures["summary"].items()
+    ]
+    heading = [
+        "",
+        "accuracy",
+        "less dense, points",
+        "samples a second at the end",
+        "seconds in all",
+        "payload, kB a step",
+    ]
+    settings = figures["settings"]
+    return (
+        f"Searching while training: `{settings['model']}`, {settings['hosts']} hosts at "
+        f"{settings['rate']}, {settings['steps']} steps. {source('adaptive', figures)}"
+        f"\n\n{table(heading, rows)}"
+    )
+
+
+def training() -> str:
+    """Step time and time to accuracy on shaped networks."""
+    from training_tables import RATES, courses_rows, names, steps_rows
+
+    figures = load("training")
+    cells = figures["cells"]
+    steps = [steps_rows(cells, model, rate) for model in names(cells, 1, "steps") for rate in RATES]
+    courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
+    tables = [_of_rows(rows) for rows in steps + courses if len(rows) > 1]
+    return (
+        f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
+        "stock Horovod with ring allreduce, its best setting here. Seconds to the target: steps to the "
+        f"target, times the median step at that rate. {source('training', figures)}\n\n"
+        + "\n\n".join(tables)
+    )
+
+
+def _of_rows(rows: list[list[object]]) -> str:
+    """A table of a heading and rows as benchmarks print them."""
+    heading, *lines = [[str(cell) for cell in row] for row in rows]
+    return table(heading, lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "kernels": kernels,
+    "wire": wire,
+    "accuracy": accuracy,
+    "planner": planner,
+    "allocation": allocation,
+    "bucket_costs": bucket_costs,
+    "planning_cost": planning_cost,
+    "bandwidth_trace": bandwidth,
+    "adaptive": adaptive,
+    "training": training,
+    "overhead": overhead,
+}
+"""By the file that each needs."""
+
+
 def render() -> str:
-    """The whole section."""
-    parts = [BEGIN, kernels(), wire(), accuracy(), planner(), overhead(), END]
-    return "\n\n".join(parts)
+    """The whole section: what has been measured."""
+    parts = [part() for name, part in PARTS.items() if (RESULTS / f"{name}.json").exists()]
+    return "\n\n".join([BEGIN, *parts, END])
 
 
 def section(text: str) -> str:

@@ -27,6 +27,7 @@ MODULES = (
     "hvd_adaptive.kernels.reference",
     "hvd_adaptive.kernels.subset",
     "hvd_adaptive.keys",
+    "hvd_adaptive.picture",
     "hvd_adaptive.specs",
     "hvd_adaptive.states",
     "hvd_adaptive.telemetry",
