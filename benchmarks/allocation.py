@@ -364,7 +364,7 @@ def load() -> dict[str, Any]:
     """The models that the file holds."""
     path = report.RESULTS / "allocation.json"
     models: dict[str, Any] = json.loads(path.read_text())["models"] if path.exists() else {}
-    return models
+    return {name: models[name] for name in MODELS if name in models}
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
