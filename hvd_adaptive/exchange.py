@@ -211,9 +211,10 @@ class Exchange:
         return [count > 0 for count in outcome.tolist()]
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
+        launched = perf_counter()  # before: it may go ahead at once
         handle = self._transport.submit(request, f"{self._prefix}.{bucket.index}.{round_}")
         self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
-        self._inflight.append(_Flight(bucket, steps, request, handle, round_, perf_counter()))
+        self._inflight.append(_Flight(bucket, steps, request, handle, round_, launched))
 
     # --- the ways of a bucket ---------------------------------------------------------------------
 

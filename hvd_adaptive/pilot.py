@@ -673,29 +673,35 @@ def span_of(trips: Sequence[Trip]) -> float:
 
 
 def _own_times(compute_seconds: float | None, trips: Sequence[Trip]) -> Float64s:
-    """Less this rank's computing time, and the seconds of each collective; infinite where not known.
+    """Less this rank's computing time, and the seconds of all collectives together and of each.
 
-    Collectives go one after the other, so one begins when the one before has ended. What it took is
-    known where training mostly waited for it; and even then it holds the time for which this rank
-    waited until the last of the others joined. The one that joins last computes longest and waits for
-    nobody: so the least of these numbers over the ranks are what computing and each collective take.
+    Infinite where not known: what collectives took is known where training mostly waited for them. A
+    rank's time holds that for which it waited until the last of the others joined, and that until it
+    saw the end. The rank that joins last computes longest and waits for nobody: so the least of these
+    numbers over the ranks are what computing and collectives take.
     """
-    times, free = [np.inf if compute_seconds is None else -compute_seconds], -np.inf
+    times = [np.inf if compute_seconds is None else -compute_seconds]
+    exposed = sum(trip.exposed for trip in trips)
+    times.append(_if_waited(span_of(trips), exposed) if trips else np.inf)
+    free = -np.inf
     for trip in trips:
-        seconds = trip.done - max(trip.launched, free)
+        # collectives go one after the other, so one begins when the one before has ended
+        times.append(_if_waited(trip.done - max(trip.launched, free), trip.exposed))
         free = trip.done
-        known = seconds > 0 and trip.exposed >= 0.5 * seconds
-        times.append(seconds if known else np.inf)
     return np.array(times)
+
+
+def _if_waited(seconds: float, exposed: float) -> float:
+    return seconds if seconds > 0 and exposed >= 0.5 * seconds else np.inf
 
 
 def _with_times(facts: StepFacts, traffic: Sequence[int], least: Pending) -> StepFacts:
     """The step with its transfers and computing time, from the least of :func:`_own_times`."""
-    computing, *times = least().tolist()
+    computing, together, *each = least().tolist()
+    # together, because the end of one is seen late where cores are busy, which shortens the next
+    times = [(sum(traffic), together)] if together < np.inf else zip(traffic, each, strict=True)
     transfers = [
-        Transfer(nbytes, seconds)
-        for nbytes, seconds in zip(traffic, times, strict=True)
-        if nbytes > 0 and seconds < np.inf
+        Transfer(nbytes, seconds) for nbytes, seconds in times if nbytes > 0 and seconds < np.inf
     ]
     known = None if computing == np.inf else max(0.0, -computing)
     return replace(facts, transfers=transfers, compute_seconds=known)
