@@ -14,7 +14,7 @@ from workloads import make_model, ours
 from hvd_adaptive.planning import Planner, StepFacts
 
 STEPS = 12
-LATE = 0.1
+LATE = 0.3
 
 
 @pytest.mark.ranks(2, 4)
