@@ -34,7 +34,7 @@ from torch import Tensor
 
 import report
 from hvd_adaptive.compressors import CastCompressor
-from hvd_adaptive.compressors.candidates import Candidate, candidates_of, table_of
+from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of
 from hvd_adaptive.compressors.sparse import DensityCompressor
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.pilot import SAMPLES, label, link_bytes, nominal_factor
@@ -165,7 +165,7 @@ def rows_of(layers: Sequence[Layer], compression: str) -> list[Row]:
 def table_for(rows: Sequence[Row], sampled: Sequence[Gradients]) -> Table:
     """Mean errors of some steps, and bytes, of every candidate."""
     errors = [
-        np.mean([table_of(g[row.layer.index], row.layer, row.candidates)[0] for g in sampled], axis=0)
+        np.mean([errors_of(g[row.layer.index], row.layer, row.candidates) for g in sampled], axis=0)
         for row in rows
     ]
     return Table.of(

@@ -25,7 +25,7 @@ from torch import Tensor
 from hvd_adaptive.channel import Channel, Pending
 from hvd_adaptive.compressors import Compressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, Level
-from hvd_adaptive.compressors.candidates import Candidate, candidates_of, table_of
+from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of
 from hvd_adaptive.exchange import Trip
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import DENSE, Facts, Need, Recipe, StepFacts, Table, Transfer
@@ -63,7 +63,7 @@ class _Row:
 
     def sample(self, grad: Tensor, energy: float, states: Mapping[Compressor, CodecState]) -> None:
         """Measure one gradient."""
-        self.errors[:-1] += table_of(grad, self.layer, self.candidates, states)[0]
+        self.errors[:-1] += errors_of(grad, self.layer, self.candidates, states)
         self.errors[-1] += energy
         self.samples += 1
 
@@ -266,7 +266,7 @@ class Pilot:
             return
         indices = self._at_factors(row)
         chosen = [row.candidates[max(0, index)] for index in indices]
-        errors = table_of(x, row.layer, chosen, self._states)[0]
+        errors = errors_of(x, row.layer, chosen, self._states)
         self._lost += np.where(np.array(indices) == DENSE, 0.0, errors)
         self._whole += whole
 

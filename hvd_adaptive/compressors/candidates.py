@@ -41,19 +41,42 @@ def candidates_of(layer: Layer, compressors: Sequence[Compressor]) -> tuple[Cand
     return tuple(sorted(rows, key=lambda row: -_bytes_of(row, layer)))
 
 
-def table_of(
+def errors_of(
     x: Tensor,
     layer: Layer,
     candidates: Sequence[Candidate],
     states: Mapping[Compressor, CodecState] | None = None,
-) -> tuple[Float64s, npt.NDArray[np.int64]]:
-    """Squared L2 error and bytes of every candidate: one summary of ``x`` for each compressor.
+) -> Float64s:
+    """Squared L2 error of every candidate: one summary of ``x`` for each compressor.
 
     Args:
         x: the layer's gradient: float32, 1-D.
         layer: its shape.
         candidates: as of :func:`candidates_of`.
         states: what compressors have learnt, by their ``state_key``.
+
+    Returns:
+        ``float64[C]``.
+    """
+    errors = np.zeros(len(candidates))
+    for compressor in dict.fromkeys(row.compressor for row in candidates):
+        mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
+        errors[mine] = compressor.errors(
+            x,
+            [candidates[index].level for index in mine],
+            shape=layer.shape,
+            state=(states or {}).get(compressor.state_key),
+        )
+    return errors
+
+
+def table_of(
+    x: Tensor,
+    layer: Layer,
+    candidates: Sequence[Candidate],
+    states: Mapping[Compressor, CodecState] | None = None,
+) -> tuple[Float64s, npt.NDArray[np.int64]]:
+    """Errors and bytes of every candidate; arguments as of :func:`errors_of`.
 
     Returns:
         ``float64[C]`` and ``int64[C]``.
@@ -67,16 +90,8 @@ def table_of(
         >>> errors.round(3).tolist(), sizes.tolist()
         ([0.0, 0.0, 0.0], [16384, 1024, 512])
     """
-    errors = np.zeros(len(candidates))
-    for compressor in dict.fromkeys(row.compressor for row in candidates):
-        mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
-        errors[mine] = compressor.errors(
-            x,
-            [candidates[index].level for index in mine],
-            shape=layer.shape,
-            state=(states or {}).get(compressor.state_key),
-        )
-    return errors, np.array([_bytes_of(row, layer) for row in candidates], dtype=np.int64)
+    sizes = np.array([_bytes_of(row, layer) for row in candidates], dtype=np.int64)
+    return errors_of(x, layer, candidates, states), sizes
 
 
 def _bytes_of(row: Candidate, layer: Layer) -> int:
