@@ -185,9 +185,10 @@ class Bandwidth(BudgetOptions):
         return BandwidthBudget(self)
 
 
-_MARGIN_STEP = 0.1
+_MARGIN_STEP = 0.05
 """By how much a step that takes too long widens the margin."""
-_MOST_MARGIN = 0.9
+_MOST_MARGIN = 0.75
+"""With less the bytes would be too few to tell the bandwidth from them."""
 
 
 class BandwidthBudget(Budget):
