@@ -7,7 +7,7 @@ All of them send the largest elements; what differs is the rule for how many (se
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, final
@@ -473,11 +473,20 @@ def _layer_stats(stats: Float64s) -> LayerStats:
 
 
 class _OpenError(Exception):
-    """The spectrum alone does not say how many elements reach a threshold in one of its bins."""
+    """The spectrum alone does not say how many elements reach a threshold in one of its bins.
 
-    def __init__(self, b: int) -> None:
-        super().__init__(b)
-        self.bin = b
+    Args:
+        bits: of the threshold.
+        counts: those that would let bisection go on: too few, or too many.
+    """
+
+    def __init__(self, bits: int, counts: list[int]) -> None:
+        super().__init__(bits, counts)
+        self.bits, self.counts = bits, counts
+
+
+_ASSUMED = 3
+"""Thresholds whose outcome bisection assumes, one after the other."""
 
 
 class _Spectrum:
@@ -532,22 +541,38 @@ class _Spectrum:
         mean = float(np.float32(self._total / self._x.numel()))
         sent = {k: k for k in counts if not 0 < k < nonzeros}
         while len(sent) < len(set(counts)):
-            unsure = set()
+            unsure: set[int] = set()
             for k in set(counts) - set(sent):
-                try:
-                    sent[k] = redsync_count(k, mean, self._largest, partial(self._near, k))
-                except _OpenError as error:
-                    unsure.add(error.bin)
+                count = self._bisect(k, mean, {}, unsure)
+                if count is not None:
+                    sent[k] = count
             self._refine(unsure)
         return [sent[k] for k in counts]
 
-    def _near(self, k: int, bits: int) -> int:
+    def _bisect(self, k: int, mean: float, assumed: dict[int, int], unsure: set[int]) -> int | None:
+        """How many RedSync sends, or None and the bins that must be refined to know.
+
+        Refining takes a pass over the tensor. So bisection goes on with either outcome of a threshold
+        that is open, to name all bins that may matter at once.
+        """
+        try:
+            return redsync_count(k, mean, self._largest, partial(self._near, k, assumed))
+        except _OpenError as error:
+            unsure.add(error.bits >> 16)
+            if len(assumed) < _ASSUMED:
+                for count in error.counts:
+                    self._bisect(k, mean, {**assumed, error.bits: count}, unsure)
+            return None
+
+    def _near(self, k: int, assumed: Mapping[int, int], bits: int) -> int:
         """How many elements reach a magnitude, as exactly as bisection for [k, 2 k] needs it."""
+        if bits in assumed:
+            return assumed[bits]
         least, most = self._bounds(bits)
         if most < k or least > 2 * k:
             return most if most < k else least
         if least < most and (least < k or most > 2 * k or self._matters(bits)):
-            raise _OpenError(bits >> 16)
+            raise _OpenError(bits, [count for count in (least, most) if not k <= count <= 2 * k])
         return self._estimate(bits)
 
     def _matters(self, bits: int) -> bool:

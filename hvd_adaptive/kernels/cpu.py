@@ -38,6 +38,7 @@ from hvd_adaptive.kernels.intrinsics import (
     compiled,
     float32_pointer,
     float_bits,
+    in_bin,
     int64_pointer,
     load_f32,
     load_u8,
@@ -1279,12 +1280,24 @@ def sample_spectrum(x: Tensor) -> npt.NDArray[np.int64]:
     return hist.astype(np.int64)
 
 
+_FEW_BINS = 6
+"""Bins up to which it pays to compare 32 elements at once with each of them."""
+
+
 @_kernel
-def _count_fine(x, n, rows, fine):
+def _count_fine(x, n, bins, rows, fine):
     """Count the lower 16 bits of the elements in the row of their bin, where it has one (not -1)."""
-    words = carray(uint32_pointer(x), n)
-    for i in range(n):
-        magnitude = int64(words[i]) & MAGNITUDE
+    whole = n - n % LANES if len(bins) <= _FEW_BINS else 0
+    for start in range(0, whole, LANES):
+        hits = uint64(0)
+        for b in bins:
+            hits |= in_bin(x + 4 * start, int32(b << 16))
+        while hits:
+            magnitude = int64(load_u32(x + 4 * (start + int64(trailing_zeros(hits))))) & MAGNITUDE
+            fine[rows[magnitude >> 16], magnitude & 0xFFFF] += int32(1)
+            hits &= hits - uint64(1)
+    for i in range(whole, n):
+        magnitude = int64(load_u32(x + 4 * i)) & MAGNITUDE
         row = rows[magnitude >> 16]
         if row >= 0:  # seldom: a branch that is foreseen
             fine[row, magnitude & 0xFFFF] += int32(1)
@@ -1297,7 +1310,7 @@ def refined_spectrum(x: Tensor, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.i
     rows = np.full(BINS, -1, np.int32)
     rows[bins] = np.arange(len(bins), dtype=np.int32)
     fine = np.zeros((len(bins), 1 << 16), np.int32)
-    _count_fine(x.data_ptr(), x.numel(), rows, fine)
+    _count_fine(x.data_ptr(), x.numel(), bins, rows, fine)
     return fine
 
 

@@ -122,25 +122,29 @@ def _trailing_zeros(typingctx, value):
     return types.uint64(types.uint64), codegen
 
 
-def _at_least(typingctx, address, floor):
-    """Compare the magnitudes of the 32 float32 at ``address`` with ``floor``, both as bits.
+def _compare_lanes(mask: int, comparison: str) -> Any:
+    """An intrinsic that compares 32 words at an address, of which only ``mask`` counts, with a number.
 
-    Returns a uint64 whose bit ``i`` says that ``|x[i]|``'s bits are at least ``floor``.
+    It returns a uint64 whose bit ``i`` says how word ``i`` compares.
     """
-    del typingctx, address, floor
 
-    def codegen(context, builder, signature, args):
-        del context, signature
-        lanes = ir.VectorType(_I32, LANES)
-        words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
-        magnitudes = builder.and_(words, ir.Constant(lanes, [0x7FFFFFFF] * LANES))
-        one = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[1], ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        floors = builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
-        hits = builder.icmp_signed(">=", magnitudes, floors)  # both below 2^31
-        return builder.zext(builder.bitcast(hits, _I32), _I64)
+    def compare(typingctx, address, number):
+        del typingctx, address, number
 
-    return types.uint64(types.int64, types.int32), codegen
+        def codegen(context, builder, signature, args):
+            del context, signature
+            lanes = ir.VectorType(_I32, LANES)
+            undefined = ir.Constant(lanes, ir.Undefined)
+            words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
+            masked = builder.and_(words, ir.Constant(lanes, [mask] * LANES))
+            one = builder.insert_element(undefined, args[1], ir.Constant(_I32, 0))
+            numbers = builder.shuffle_vector(one, undefined, ir.Constant(lanes, [0] * LANES))
+            hits = builder.icmp_signed(comparison, masked, numbers)  # both below 2^31
+            return builder.zext(builder.bitcast(hits, _I32), _I64)
+
+        return types.uint64(types.int64, types.int32), codegen
+
+    return compare
 
 
 def _prefetch(typingctx, address):
@@ -165,5 +169,8 @@ def _prefetch(typingctx, address):
 
 # Annotated because what Numba's decorator returns is called with one argument less than it declares.
 trailing_zeros: Any = intrinsic(_trailing_zeros)
-at_least: Any = intrinsic(_at_least)
+at_least: Any = intrinsic(_compare_lanes(0x7FFFFFFF, ">="))
+"""Which of 32 float32 have magnitudes whose bits are at least a number."""
+in_bin: Any = intrinsic(_compare_lanes(0x7FFF0000, "=="))
+"""Which of 32 float32 have magnitudes whose upper 16 bits are those of a number."""
 prefetch: Any = intrinsic(_prefetch)
