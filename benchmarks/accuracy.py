@@ -63,12 +63,16 @@ SETTINGS = {
     "nuqsgd": Setting("nuqsgd:bits=4"),
     "natural": Setting("natural:bits=4"),
     "terngrad": Setting("terngrad"),
-    "signsgd": Setting("signsgd:block=32", "ef:decay=0.5"),
+    "signsgd": Setting("signsgd:block=32", "ef:decay=0.5", warmup_steps=200),
     "onebit": Setting("onebit:block=64"),
     "alq": Setting("alq:bits=3"),
     "amq": Setting("amq:bits=3"),
 }
-"""The first 100 of 468 steps are dense: a short run cannot make up for what it loses at its start."""
+"""The first 100 of 468 steps are dense: a short run cannot make up for what it loses at its start.
+
+signsgd has 200 since it was 1.03 points below dense with 100. That they help was seen on the held-back
+training images, as for all settings here: 0.4 points below dense, 0.9 with 100.
+"""
 
 
 def train(task: Any, setting: Setting, seed: int, epochs: float) -> dict[str, float]:
