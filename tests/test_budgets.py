@@ -129,7 +129,7 @@ def test_the_margin_follows_the_steps_that_took_too_long() -> None:
 
 @pytest.mark.parametrize("share", [0.8, 0.95])
 def test_the_wanted_share_of_steps_keeps_the_time_whatever_the_network_does(share: float) -> None:
-    """Rates that fall by half between plans, and noise: an estimate alone would miss every other."""
+    """Rates that rise and fall between plans, and noise: an estimate alone would miss every other."""
     budget = Bandwidth(seconds=0.5, warmup=5, share=share).budget()
     rng, nbytes, kept = np.random.default_rng(0), 1e5, []
     for step in range(2000):

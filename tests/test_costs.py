@@ -216,17 +216,6 @@ def test_an_estimate_is_free_of_scales(seed: int, power: int, tick: int) -> None
     assert other.error == pytest.approx(one.error * 2.0 ** (tick - power))
 
 
-def test_small_transfers_that_become_slower_have_less_bandwidth_and_no_more_latency() -> None:
-    monitor = BandwidthMonitor()
-    for nbytes in (1e6, 2e6, 3e6, 1e5, 2e5) * 4:
-        monitor.observe(nbytes, 0.001 + nbytes / 4e7)
-    for nbytes in (1e5, 2e5, 1.5e5) * 7:  # a planner that saw the fall sends little from now on
-        monitor.observe(nbytes, 0.001 + nbytes / 5e6)
-    rate = monitor.estimate()
-    assert rate.bandwidth == pytest.approx(5e6, rel=0.1)
-    assert rate.latency <= 0.0035  # the quickest
-
-
 def test_samples_of_one_size_tell_no_latency() -> None:
     monitor = BandwidthMonitor()
     for seconds in (0.1, 0.11, 0.09, 0.1, 5.0, 0.1):

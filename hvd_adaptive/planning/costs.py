@@ -249,8 +249,7 @@ class BandwidthMonitor:
     not move it; one weighted least squares fit around it (Tukey's biweight) then uses the good samples
     fully.
     Latency is fitted only where it explains the samples better than none: where all have one size it
-    is 0. It is never more than the quickest sample took: where small ones become slower, it is the
-    bandwidth that has changed.
+    is 0. Where all recent ones are small, latency and bandwidth cannot be told apart.
 
     Cost: O(1) a sample; O(window**3) numpy operations an estimate (about 2 ms).
 
@@ -324,7 +323,7 @@ def _robust_line(x: Float64s, y: Float64s, weights: Float64s) -> tuple[Float64s,
     i, j = i[apart], j[apart]
     slopes = (y[j] - y[i]) / (x[j] - x[i])
     steep = np.stack([y[i] - slopes * x[i], slopes], axis=1)
-    steep = steep[(steep[:, 0] > 0) & (steep[:, 0] <= y.min()) & (steep[:, 1] > 0)]
+    steep = steep[(steep[:, 0] > 0) & (steep[:, 1] > 0)]
     origin, origin_loss = _best_line(flat, x, y, weights)
     line, loss = _best_line(steep, x, y, weights) if len(steep) else (origin, math.inf)
     if loss < _GAIN * origin_loss:
@@ -360,9 +359,8 @@ def _refine(
         return line, math.inf
     scores = rows * (w * (target - rows @ solution) / (1 - leverage))[:, None]
     error = math.sqrt((inverse @ scores.T @ scores @ inverse)[-1, -1])
-    if with_intercept:
-        return (solution if solution[0] <= y.min() else line), error
-    return np.array([0.0, solution[0]]), error
+    fitted = solution if with_intercept else np.array([0.0, solution[0]])
+    return fitted, error
 
 
 def _weighted_median(numbers: Float64s, weights: Float64s) -> float:
