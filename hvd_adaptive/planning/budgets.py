@@ -187,8 +187,8 @@ class Bandwidth(BudgetOptions):
 
 _MARGIN_STEP = 0.05
 """By how much a step that takes too long widens the margin."""
-_MOST_MARGIN = 0.75
-"""With less the bytes would be too few to tell the bandwidth from them."""
+_MOST_MARGIN = 0.9
+"""With more, bytes would be too few to tell the bandwidth by."""
 
 
 class BandwidthBudget(Budget):
