@@ -107,6 +107,7 @@ def measure(hosts: lab.Lab, cell: Cell, seed: int) -> dict[str, Any]:
         lines = (Path(folder) / "telemetry.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {
+        "setting": setting(cell, seed),
         "held_out": found["held_out"],
         "payload": found["costs"]["payload_bytes"],
         "traffic": found["costs"]["traffic_bytes"],
@@ -119,6 +120,11 @@ def measure(hosts: lab.Lab, cell: Cell, seed: int) -> dict[str, Any]:
         "gains": last_of(records, "plan/gain_"),
         "throughputs": last_of(records, "plan/throughput_"),
     }
+
+
+def setting(cell: Cell, seed: int) -> str:
+    """What makes two measurements of a cell comparable."""
+    return f"{' '.join(cell.arguments(seed))} at {RATE if cell.network else 'no network'}"
 
 
 def scalars(records: Iterable[Mapping[str, Any]], tag: str) -> list[tuple[int, float]]:
@@ -331,6 +337,12 @@ def smoke() -> int:
     return int(len(visited(figures)) < 2)
 
 
+def _fits(key: str, figures: Mapping[str, Any]) -> bool:
+    """Whether a measurement in the file is one of a cell as it is now."""
+    name, _, seed = key.rpartition("/")
+    return name in CELLS and figures.get("setting") == setting(CELLS[name], int(seed))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -346,7 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no {', '.join(sorted(set(names) - set(CELLS)))}: there are {', '.join(CELLS)}")
     if args.quick:
         return smoke()
-    cells = json.loads(args.out.read_text())["cells"] if args.out.exists() else {}
+    held = json.loads(args.out.read_text())["cells"] if args.out.exists() else {}
+    cells = {key: each for key, each in held.items() if _fits(key, each)}
     wanted = [(name, seed) for seed in range(args.seeds) for name in names]
     todo = [(name, seed) for name, seed in wanted if args.redo or f"{name}/{seed}" not in cells]
     try:
