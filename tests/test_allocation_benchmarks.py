@@ -132,7 +132,7 @@ def test_planning_is_charged_for_its_own_steps_and_for_what_others_become(
     steps, period, block = 1000, 200, 25
     seconds = np.full(steps, 0.1)
     seconds[::block] += 0.02  # errors are measured
-    changes = [210, 410, 610, 810]
+    changes = [210, 410, 610, 810, 998]
     for change in changes:
         seconds[change - 2] += 0.05
         seconds[change + 1] += 0.03
