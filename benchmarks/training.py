@@ -193,9 +193,10 @@ class Cell:
         return [*every, *model.options, "--seed", self.seed]
 
     def _steps(self, method: Method) -> list[str]:
-        counted = 8 if method.heavy and self.rate in ("100mbit", "200mbit") else 24
+        # The machine is slower for seconds at times: many quick steps, or few slow ones.
+        counted = 8 if method.heavy and self.rate in ("100mbit", "200mbit") else 72
         if self.method == ALONE:
-            counted = 52  # of which half counts
+            counted = 152  # of which half counts
         # Losses are averaged over the ranks at the end only: that is no part of a step.
         return ["--steps", str(method.settle + counted), "--log-every", "100000",
                 "--eval-examples", "64"]  # fmt: skip
