@@ -673,35 +673,44 @@ def span_of(trips: Sequence[Trip]) -> float:
 
 
 def _own_times(compute_seconds: float | None, trips: Sequence[Trip]) -> Float64s:
-    """Less this rank's computing time, and the seconds of all collectives together and of each.
+    """Less this rank's computing time; then of all collectives together, and of each: seconds, twice.
 
-    Infinite where not known: what collectives took is known where training mostly waited for them. A
-    rank's time holds that for which it waited until the last of the others joined, and that until it
-    saw the end. The rank that joins last computes longest and waits for nobody: so the least of these
-    numbers over the ranks are what computing and collectives take.
+    The second time they are infinite where this rank mostly did something else meanwhile. A rank's
+    seconds hold those for which it waited until the last of the others joined, and until it saw the
+    end. The rank that joins last computes longest and waits for nobody: so the least of these numbers
+    over the ranks are what computing and collectives take.
     """
     times = [np.inf if compute_seconds is None else -compute_seconds]
-    exposed = sum(trip.exposed for trip in trips)
-    times.append(_if_waited(span_of(trips), exposed) if trips else np.inf)
+    spans = [(span_of(trips), sum(trip.exposed for trip in trips))] if trips else []
     free = -np.inf
     for trip in trips:
         # collectives go one after the other, so one begins when the one before has ended
-        times.append(_if_waited(trip.done - max(trip.launched, free), trip.exposed))
+        spans.append((trip.done - max(trip.launched, free), trip.exposed))
         free = trip.done
+    for seconds, exposed in spans:
+        times += [seconds, seconds if exposed >= 0.5 * seconds > 0 else np.inf]
     return np.array(times)
-
-
-def _if_waited(seconds: float, exposed: float) -> float:
-    return seconds if seconds > 0 and exposed >= 0.5 * seconds else np.inf
 
 
 def _with_times(facts: StepFacts, traffic: Sequence[int], least: Pending) -> StepFacts:
     """The step with its transfers and computing time, from the least of :func:`_own_times`."""
-    computing, together, *each = least().tolist()
-    # together, because the end of one is seen late where cores are busy, which shortens the next
-    times = [(sum(traffic), together)] if together < np.inf else zip(traffic, each, strict=True)
-    transfers = [
-        Transfer(nbytes, seconds) for nbytes, seconds in times if nbytes > 0 and seconds < np.inf
-    ]
-    known = None if computing == np.inf else max(0.0, -computing)
-    return replace(facts, transfers=transfers, compute_seconds=known)
+    computing, *times = least().tolist()
+    known = [_known(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+    transfers: list[Transfer] = []
+    if known:
+        together, *each = known
+        # together, because the end of one is seen late where cores are busy, which shortens the next
+        spans = [(sum(traffic), together)] if together < np.inf else zip(traffic, each, strict=True)
+        transfers = [
+            Transfer(nbytes, seconds) for nbytes, seconds in spans if nbytes > 0 and seconds < np.inf
+        ]
+    compute_seconds = None if computing == np.inf else max(0.0, -computing)
+    return replace(facts, transfers=transfers, compute_seconds=compute_seconds)
+
+
+def _known(seconds: float, waited: float) -> float:
+    """The least seconds of all ranks, if a rank that took hardly longer did nothing but wait.
+
+    Else the rank that joined last was busy, and those that waited did so for it, not for the network.
+    """
+    return waited if waited <= 1.25 * seconds else np.inf
