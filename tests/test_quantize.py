@@ -541,9 +541,9 @@ HUFFMAN = [
     NUQSGD(coding="huffman"),
     Natural(coding="huffman"),
     TernGrad(coding="huffman"),
-    ALQ(),
+    ALQ(zero="true"),  # else it would depend on the coding
     AMQ(),
-    ALQ(norm="max"),
+    ALQ(zero="true", norm="l2"),
 ]
 
 
@@ -561,7 +561,8 @@ def test_huffman_coding_changes_the_bytes_and_nothing_else(member: Quantizer) ->
                 outs = [torch.ones(size) for size in sizes]
                 one.decompress_layers_add_(body, outs, 0.3)
                 results.append((body.numel(), bits(x).tolist(), [bits(out).tolist() for out in outs]))
-            assert results[0][1:] == results[1][1:]
+            same = results[0][1:] == results[1][1:]
+            assert same  # of the lists themselves pytest would print a difference for minutes
             assert results[0][0] <= results[1][0]
 
 
