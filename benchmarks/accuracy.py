@@ -84,7 +84,7 @@ def train(task: Any, setting: Setting, seed: int, epochs: float) -> dict[str, fl
     import models
     from agreement import StopVote
     from checkpoint import Position
-    from training import Batches, evaluate, learning_rate, train_step
+    from loop import Batches, evaluate, learning_rate, train_step
 
     torch.manual_seed(seed)
     model = models.build("resnet", task.shape, task.classes, models.Sizes(16, 1, 1, 0.0))

@@ -21,7 +21,6 @@ its last third, in which GraVAC's search is over.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -29,11 +28,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cells as command_line
 import lab
-
 import report
 
 HOSTS = 4
@@ -345,37 +345,24 @@ def _fits(key: str, figures: Mapping[str, Any]) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default="", help=f"some of {', '.join(CELLS)}, with commas between")
+    parser = command_line.parser(__doc__, CELLS, "adaptive")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--redo", action="store_true", help="measure again what the file holds already")
-    parser.add_argument("--quick", action="store_true", help="a smoke run on 2 hosts; writes no file")
-    parser.add_argument("--check", action="store_true", help="measure nothing; 1 if a bar is missed")
-    parser.add_argument("--out", type=Path, default=report.RESULTS / "adaptive.json")
     args = parser.parse_args(arguments)
-    names = [name.strip() for name in args.only.split(",") if name.strip()] or list(CELLS)
-    if set(names) - set(CELLS):
-        parser.error(f"no {', '.join(sorted(set(names) - set(CELLS)))}: there are {', '.join(CELLS)}")
+    names = command_line.chosen(parser, args.only, CELLS)
     if args.quick:
         return smoke()
     held = json.loads(args.out.read_text())["cells"] if args.out.exists() else {}
     cells = {key: each for key, each in held.items() if _fits(key, each)}
     wanted = [(name, seed) for seed in range(args.seeds) for name in names]
     todo = [(name, seed) for name, seed in wanted if args.redo or f"{name}/{seed}" not in cells]
-    try:
-        if todo and not args.check:
-            measure_all(todo, cells, args.out)
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept")
-        return 130
-    finally:
+
+    def tell() -> None:
         if cells:
             show(cells)
             draw(cells, args.out.with_suffix(".png"))
-    problems = missed(cells)
-    for problem in problems:
-        print(f"bar missed: {problem}")
-    return int(args.check and bool(problems))
+
+    measure = partial(measure_all, todo, cells, args.out) if todo else None
+    return command_line.complete(measure, tell, lambda: missed(cells), args.check)
 
 
 if __name__ == "__main__":

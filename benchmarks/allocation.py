@@ -28,8 +28,6 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from planner import beyond
-from presets import Preset, prepare
 from torch import Tensor
 
 import report
@@ -41,6 +39,8 @@ from hvd_adaptive.pilot import SAMPLES, label, link_bytes, nominal_factor
 from hvd_adaptive.planning import Facts, Table, parse
 from hvd_adaptive.planning.facts import Int64s
 from hvd_adaptive.routing import Choice
+from planner import beyond
+from presets import Preset, prepare
 
 Gradients = list[Tensor]
 

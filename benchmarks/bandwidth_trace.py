@@ -19,7 +19,6 @@ rest are headers: estimates are compared with that.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import functools
 import itertools
@@ -30,11 +29,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cells as command_line
 import lab
-
 import report
 
 HOSTS = 4
@@ -416,21 +416,11 @@ def content(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default="", help=f"some of {', '.join(CELLS)}, with commas between")
-    parser.add_argument("--redo", action="store_true", help="measure again what the file holds already")
-    parser.add_argument("--quick", action="store_true", help="a smoke run on 2 hosts; writes no file")
-    parser.add_argument("--check", action="store_true", help="measure nothing; 1 if a bar is missed")
-    parser.add_argument("--out", type=Path, default=report.RESULTS / "bandwidth_trace.json")
+    parser = command_line.parser(__doc__, CELLS, "bandwidth_trace")
     args = parser.parse_args(arguments)
-    names = [name.strip() for name in args.only.split(",") if name.strip()] or list(CELLS)
-    if set(names) - set(CELLS):
-        parser.error(f"no {', '.join(sorted(set(names) - set(CELLS)))}: there are {', '.join(CELLS)}")
+    names = command_line.chosen(parser, args.only, CELLS)
     if args.quick:
-        cells: dict[str, Any] = {}
-        measure_all(["monitor"], cells, None, quick=True)
-        print(f"{len(cells['monitor']['estimates'])} estimates")
-        return 0 if cells["monitor"]["estimates"] else 1
+        return smoke()
     held = json.loads(args.out.read_text())["cells"] if args.out.exists() else {}
     fitting = {
         name: cell for name, cell in CELLS.items() if held.get(name, {}).get("setting") == setting(cell)
@@ -439,20 +429,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     todo = [name for name in names if args.redo or name not in cells]
     if "ef21" in todo and "kimad" not in {*cells, *todo}:
         todo.insert(0, "kimad")  # it sends as much as that
-    try:
-        if todo and not args.check:
-            measure_all(todo, cells, args.out, quick=False)
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept")
-        return 130
-    finally:
+
+    def tell() -> None:
         if cells:
             show(cells)
             draw(cells, args.out.with_suffix(".png"))
-    problems = missed(cells)
-    for problem in problems:
-        print(f"bar missed: {problem}")
-    return int(args.check and bool(problems))
+
+    measure = partial(measure_all, todo, cells, args.out, quick=False) if todo else None
+    return command_line.complete(measure, tell, lambda: missed(cells), args.check)
+
+
+def smoke() -> int:
+    """A short run on two hosts; 1 if it estimated nothing."""
+    cells: dict[str, Any] = {}
+    measure_all(["monitor"], cells, None, quick=True)
+    print(f"{len(cells['monitor']['estimates'])} estimates")
+    return 0 if cells["monitor"]["estimates"] else 1
 
 
 if __name__ == "__main__":

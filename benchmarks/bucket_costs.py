@@ -155,18 +155,16 @@ class RecordedLGreCoTime(LGreCoTime):
         return RecordingBudget()
 
 
-REGISTRY["lgreco-time-recorded"] = RecordedLGreCoTime
-
-
 def work(options: argparse.Namespace) -> None:
     """Train until the random plans have been tried and the first real plan is at work."""
     import horovod.torch as hvd
     import torch
-    from presets import prepare
 
     import hvd_adaptive as hva
+    from presets import prepare
 
     global _recorder  # noqa: PLW0603 - the planner is made by the library: this is the way in
+    REGISTRY["lgreco-time-recorded"] = RecordedLGreCoTime  # a plan names its planner by this
     hvd.init()
     torch.set_num_threads(1)
     preset = prepare(QUICK if options.quick else JOB)
@@ -188,12 +186,7 @@ def work(options: argparse.Namespace) -> None:
         switches = _recorder.switches
     version: int | None = None
     for step, batch in enumerate(preset.forever()):
-        optimizer.zero_grad()
-        preset.backward(batch)
-        optimizer.synchronize()
-        preset.clip()
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        preset.step(optimizer, batch)
         before, version = version, optimizer.plan.version
         if before is None or version == before:
             continue

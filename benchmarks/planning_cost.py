@@ -79,9 +79,9 @@ class Times:
 def steps_of(case: Case, planner: str | None, times: Times) -> Iterator[None]:
     """Train; each turn is a step."""
     import horovod.torch as hvd
-    from presets import prepare
 
     import hvd_adaptive as hva
+    from presets import prepare
 
     preset = prepare(case.preset)
     optimizer: Any = hva.DistributedOptimizer(
@@ -96,12 +96,7 @@ def steps_of(case: Case, planner: str | None, times: Times) -> Iterator[None]:
         preset.set_rate(step, total)
         version = optimizer.plan.version
         started = time.perf_counter()
-        optimizer.zero_grad()
-        preset.backward(batch)
-        optimizer.synchronize()
-        preset.clip()
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        preset.step(optimizer, batch)
         times.seconds.append(time.perf_counter() - started)
         if optimizer.plan.version != version:
             times.changes.append(step)

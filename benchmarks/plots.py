@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import report
 import training_tables as tables
 from training_tables import ALONE, DENSE, FP16, TOPK
-
-import report
 
 MODEL, RATE = "lstm", "200mbit"
 COLORS = {

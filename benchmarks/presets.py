@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report  # noqa: F401 - before launch/, which has another module of this name
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
 
 import torch
 from torch import Tensor, nn
 
 import data
+import loop
 import models
 import options as command_line
-import training
 from checkpoint import Position
 
 Batch = tuple[Tensor, Tensor]
@@ -38,7 +36,7 @@ class Preset:
     options: command_line.Options
     model: nn.Module
     rule: torch.optim.Optimizer
-    batches: training.Batches
+    batches: loop.Batches
 
     def forever(self) -> Iterator[Batch]:
         """This rank's batch of each step, without end."""
@@ -47,14 +45,18 @@ class Preset:
 
     def set_rate(self, step: int, steps: int) -> None:
         """The learning rate of a step, in a training of so many: warm-up, then a cosine."""
-        rate = training.learning_rate(step, steps, steps // 20, self.options.lr, "cosine")
+        rate = loop.learning_rate(step, steps, steps // 20, self.options.lr, "cosine")
         for group in self.rule.param_groups:
             group["lr"] = rate
 
     def backward(self, batch: Batch) -> None:
         """Forward and backward pass."""
         inputs, targets = batch
-        training.loss_of(self.model(inputs), targets).backward()
+        loop.loss_of(self.model(inputs), targets).backward()
+
+    def step(self, optimizer: Any, batch: Batch) -> None:
+        """A step of Horovod's optimizer, or ours."""
+        loop.train_step(self.model, optimizer, [batch], self.options.clip)
 
     def clip(self) -> None:
         """Clip the gradients, if the preset does."""
@@ -75,12 +77,8 @@ def prepare(arguments: Sequence[str], seed: int = 0) -> Preset:
     torch.manual_seed(seed)
     sizes = models.Sizes(options.width, options.layers, options.heads, options.dropout)
     model = models.build(options.model, task.shape, task.classes, sizes)
-    batches = training.Batches(task.train, options.batch_size, 1, seed)
-    return Preset(options, model, _rule(options, model), batches)
-
-
-def _rule(options: command_line.Options, model: nn.Module) -> torch.optim.Optimizer:
-    common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.update == "adamw":
-        return torch.optim.AdamW(model.parameters(), betas=(options.momentum, 0.999), **common)
-    return torch.optim.SGD(model.parameters(), momentum=options.momentum, **common)
+    batches = loop.Batches(task.train, options.batch_size, 1, seed)
+    rule = loop.make_update_rule(options, model)
+    for group in rule.param_groups:
+        group["lr"] = options.lr
+    return Preset(options, model, rule, batches)

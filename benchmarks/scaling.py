@@ -22,7 +22,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -35,6 +34,12 @@ from typing import Any
 
 import numpy as np
 import torch
+
+import lab
+import report
+from hvd_adaptive import compressors
+from hvd_adaptive.compressors.base import Batch, GatheredCompressor, LinearCompressor
+from hvd_adaptive.layers import Layer
 from scaling_model import (
     Line,
     Method,
@@ -46,13 +51,6 @@ from scaling_model import (
     limited_by_link,
 )
 
-import report
-from hvd_adaptive import compressors
-from hvd_adaptive.compressors.base import Batch, GatheredCompressor, LinearCompressor
-from hvd_adaptive.layers import Layer
-
-ROOT = Path(__file__).parents[1]
-NETLAB = str(ROOT / "launch" / "netlab.sh")
 
 RANKS = (1, 2, 4, 8, 16)
 RATES = {"200mbit": 200e6, "1gbit": 1e9}
@@ -109,42 +107,35 @@ class Jobs:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._name = f"scaling-{secrets.token_hex(3)}"
-        self._up = False
+        self._labs = contextlib.ExitStack()
+        self._hosts: lab.Lab | None = None
 
     def __enter__(self) -> Jobs:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._up:
-            self._netlab("down")
+        self._labs.close()
 
-    def _netlab(self, *words: str) -> None:
-        subprocess.run([NETLAB, "--name", self._name, *words], check=True, stdout=subprocess.DEVNULL)
-
-    def _launcher(self, network: str, ranks: int) -> list[str]:
+    def _launcher(self, network: str) -> list[str]:
         if network == "loopback":
             return ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        rate = "100gbit" if network == UNLIMITED else network
-        if not self._up:
-            self._netlab("up", str(self._most), rate)
-            self._up = True
-        self._netlab("rate", rate)
-        return [NETLAB, "--name", self._name, "mpirun"]
+        rate = lab.UNSHAPED if network == UNLIMITED else network
+        if self._hosts is None:
+            self._hosts = self._labs.enter_context(lab.Lab(self._most, rate))
+        self._hosts.set_rate(rate)
+        return [*lab.NETLAB, "--name", self._hosts.name, "mpirun"]
 
     def run(
         self, network: str, ranks: int, points: Sequence[str], seconds: float
     ) -> Iterator[dict[str, Any]]:
         """What rank 0 prints, as it comes."""
-        command = [*self._launcher(network, ranks), "-np", str(ranks)]
+        command = [*self._launcher(network), "-np", str(ranks)]
         command += [sys.executable, str(Path(__file__).with_name("scaling_rank.py"))]
         command += ["--seconds", str(seconds), *points]
         settings = {
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",
-            # as launch/run.sh sets them for several hosts
-            "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-            "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+            **lab.RING,
         }
         job = subprocess.Popen(
             command,

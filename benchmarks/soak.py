@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+import lab
 import report
 
 ROOT = Path(__file__).parents[1]
@@ -219,8 +220,7 @@ def run(options: argparse.Namespace, token: str, private: Path) -> Run:
     settings = {
         "HVA_SOAK": token,
         "OMP_NUM_THREADS": "1",
-        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
-        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+        **lab.RING,
         # so that ranks that are stopped have time to agree on it
         "OMPI_MCA_odls_base_sigkill_timeout": "10",
         "TMPDIR": str(private / "tmp"),

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# before this folder, which has a report.py, too
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 import horovod.torch as hvd
@@ -26,8 +25,8 @@ import options as command_line
 import train
 from agreement import EXIT_CODES, StopVote
 from checkpoint import Position
+from loop import train_step
 from options import Options
-from training import train_step
 
 
 class Switches:

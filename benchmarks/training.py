@@ -43,10 +43,9 @@ from pathlib import Path
 from typing import Any
 
 import lab
+import report
 import training_tables as tables
 from training_tables import ALONE, DENSE, FP16, TOPK
-
-import report
 
 HOSTS = 4
 UNSHAPED = "unshaped"

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from display import Costs
+from loop import Score, StepClock
 from options import Options
-from report import Costs
-from training import Score, StepClock
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     mpirun -np 4 python launch/train.py --preset lstm-sotu --compression topk:density=0.01,values=int8
     python launch/train.py --help
 
-What makes it a Horovod script is all in this file and in `training.py`: look for `hvd.`.
+What makes it a Horovod script is all in this file and in `loop.py`: look for `hvd.`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ import options as command_line
 import result
 from agreement import EXIT_CODES, RunError, StopVote, agree, require_equal
 from checkpoint import Checkpoints, Position
+from display import Progress, gather_costs, table
 from hvd_adaptive.telemetry import Meter
-from options import Options
-from report import Progress, gather_costs, table
-from result import Evaluation
-from training import (
+from loop import (
     Batches,
     Score,
     StepClock,
     evaluate,
     learning_rate,
     learning_rate_scale,
+    make_update_rule,
     train_step,
 )
+from options import Options
+from result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -212,21 +213,6 @@ def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
         # It judges its arguments on all ranks together, so all of them are here.
         raise RunError(str(error)) from error
     return optimizer, optimizer.meter
-
-
-def make_update_rule(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """The torch optimizer. Its rate is 0 until the first step sets it: to give each rank the same
-    state, broadcast_optimizer_state takes a step with zero gradients, which must move nothing."""
-    if options.update == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(),
-            lr=0.0,
-            betas=(options.momentum, 0.999),
-            weight_decay=options.weight_decay,
-        )
-    return torch.optim.SGD(
-        model.parameters(), lr=0.0, momentum=options.momentum, weight_decay=options.weight_decay
-    )
 
 
 def check_writable(options: Options) -> None:

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+
+import bucket_costs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 QUICK = {
@@ -24,36 +25,15 @@ QUICK = {
 
 
 @pytest.fixture
-def bucket_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    from hvd_adaptive.planning import REGISTRY
-
-    known = dict(REGISTRY)
-    yield from imported("bucket_costs", monkeypatch)
-    REGISTRY.clear()
-    REGISTRY.update(known)
-
-
-@pytest.fixture
-def planning_cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    yield from imported("planning_cost", monkeypatch)
-
-
-@pytest.fixture
-def allocation(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def planning_cost() -> ModuleType:
     pytest.importorskip("horovod.torch")
-    yield from imported("allocation", monkeypatch)
+    return importlib.import_module("planning_cost")
 
 
-def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A benchmark, while its neighbours are found: launch/ has a report.py, too."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    other = sys.modules.pop("report", None)
-    yield importlib.import_module(name)
-    for key, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(BENCHMARKS)):
-            del sys.modules[key]
-    if other is not None:
-        sys.modules["report"] = other
+@pytest.fixture
+def allocation() -> ModuleType:
+    pytest.importorskip("horovod.torch")
+    return importlib.import_module("allocation")
 
 
 @pytest.mark.slow
@@ -73,9 +53,7 @@ def test_quick_run_prints_its_table_and_writes_no_file(name: str) -> None:
     assert (result.read_bytes() if result.exists() else None) == before
 
 
-def test_recorded_rows_are_fitted_again_from_csv_and_from_json(
-    bucket_costs: ModuleType, tmp_path: Path
-) -> None:
+def test_recorded_rows_are_fitted_again_from_csv_and_from_json(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = ["plan,seconds,bucket 0,bucket 1,bucket 2"]
     for plan in range(12):
@@ -101,16 +79,14 @@ def test_recorded_rows_are_fitted_again_from_csv_and_from_json(
 @pytest.mark.parametrize(
     "text", ["", "seconds,plan,bucket 0\n1,2,3\n", "plan,seconds,bucket 0\n1,2,3\n"]
 )
-def test_a_file_without_rows_is_refused(bucket_costs: ModuleType, tmp_path: Path, text: str) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"rows\.csv"):
         bucket_costs.read(path)
 
 
-def test_only_settled_steps_of_random_plans_are_recorded(
-    bucket_costs: ModuleType, tmp_path: Path
-) -> None:
+def test_only_settled_steps_of_random_plans_are_recorded(tmp_path: Path) -> None:
     from hvd_adaptive.planning import StepFacts
 
     path = tmp_path / "rows.csv"

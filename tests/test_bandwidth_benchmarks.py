@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+import adaptive
+import bandwidth_trace
 
 
-@pytest.fixture(scope="module")
-def modules() -> tuple[ModuleType, ModuleType]:
-    """Both scripts; launch/ has a module of the name ``report``, too, for other tests to find."""
-    before = sys.modules.pop("report", None)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return _load("bandwidth_trace"), _load("adaptive")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        sys.modules.pop("report", None)
-        if before is not None:
-            sys.modules["report"] = before
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_an_estimate_is_compared_with_what_tcp_gets(modules: tuple[ModuleType, ModuleType]) -> None:
-    trace = modules[0]
+def test_an_estimate_is_compared_with_what_tcp_gets() -> None:
     rate = 0.95 * 60e6 / 8
     estimates = [(60, 3 * rate), (72, 2 * rate), (84, 1.1 * rate), (96, 1.04 * rate), (108, 0.9 * rate)]
-    found = trace.followed(estimates, 60, start=70, end=120)
+    found = bandwidth_trace.followed(estimates, 60, start=70, end=120)
     assert found["steps"] == 14
     assert (found["error"], found["worst"]) == pytest.approx((-0.03, -0.1))
-    assert trace.followed(estimates, 600, start=70, end=120)["steps"] is None
+    assert bandwidth_trace.followed(estimates, 600, start=70, end=120)["steps"] is None
 
 
-def run_of(trace: ModuleType, late: float, traffic: float, steps: int = 240) -> dict[str, Any]:
+def run_of(late: float, traffic: float, steps: int = 240) -> dict[str, Any]:
     """A run of which so large a share of the steps is late."""
-    seconds = [trace.SECONDS * (1.5 if step % 100 < 100 * late else 0.8) for step in range(steps)]
+    seconds = [
+        bandwidth_trace.SECONDS * (1.5 if step % 100 < 100 * late else 0.8) for step in range(steps)
+    ]
     return {"step_seconds": seconds, "traffic": traffic, "held_out": {"accuracy": 0.8}}
 
 
@@ -63,23 +37,22 @@ def run_of(trace: ModuleType, late: float, traffic: float, steps: int = 240) -> 
     ],
 )
 def test_kimad_must_keep_its_time_where_a_fixed_density_does_not(
-    modules: tuple[ModuleType, ModuleType],
     kimad: float,
     ef21: float,
     traffic: float,
     words: list[str],
 ) -> None:
-    trace = modules[0]
-    cells = {"kimad": run_of(trace, kimad, 1e6), "ef21": run_of(trace, ef21, traffic * 1e6)}
-    missed = [line for line in trace.missed(cells) if "was not measured" not in line]
+    cells = {"kimad": run_of(kimad, 1e6), "ef21": run_of(ef21, traffic * 1e6)}
+    missed = [line for line in bandwidth_trace.missed(cells) if "was not measured" not in line]
     assert len(missed) == len(words)
     assert all(line.startswith(word) for line, word in zip(missed, words, strict=True))
 
 
-def test_a_density_is_found_for_any_traffic(modules: tuple[ModuleType, ModuleType]) -> None:
-    trace = modules[0]
+def test_a_density_is_found_for_any_traffic() -> None:
     for density in (0.001, 0.03, 0.2):
-        assert trace.density_of(trace._traffic_at(density)) == pytest.approx(density, rel=0.01)
+        assert bandwidth_trace.density_of(bandwidth_trace._traffic_at(density)) == pytest.approx(
+            density, rel=0.01
+        )
 
 
 def training(accuracy: float, seconds: float, **more: Any) -> dict[str, Any]:
@@ -105,13 +78,11 @@ def training(accuracy: float, seconds: float, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_gravac_is_held_against_dense_and_the_best_factor_that_keeps_accuracy(
-    modules: tuple[ModuleType, ModuleType],
     accuracy: float,
     seconds: float,
     candidates: list[int],
     words: list[str],
 ) -> None:
-    adaptive = modules[1]
     cells = {
         "dense/0": training(0.795, 0.05),
         "dense steps/0": training(0.1, 1.0),
@@ -127,7 +98,7 @@ def test_gravac_is_held_against_dense_and_the_best_factor_that_keeps_accuracy(
     assert rows["dense"]["seconds"] == adaptive.STEPS * 1.0  # of the steps on the network
 
 
-def test_factors_are_those_of_the_largest_layer(modules: tuple[ModuleType, ModuleType]) -> None:
+def test_factors_are_those_of_the_largest_layer() -> None:
     layers = [
         {"dense_bytes": 8, "compressor": "none", "level": 32},
         {"dense_bytes": 80, "compressor": "topk:density=0.01", "level": 0.05},
@@ -138,5 +109,5 @@ def test_factors_are_those_of_the_largest_layer(modules: tuple[ModuleType, Modul
         {"step": 3, "scalars": {"plan/theta": 20.0}},
         {"step": 9, "plan": {"layers": layers}},
     ]
-    assert modules[1].factors_sent(records) == [(0, 1.0), (9, 20.0)]
-    assert modules[1].scalars(records, "plan/theta") == [(3, 20.0)]
+    assert adaptive.factors_sent(records) == [(0, 1.0), (9, 20.0)]
+    assert adaptive.scalars(records, "plan/theta") == [(3, 20.0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
@@ -12,55 +11,40 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+import options
+import plots
+import training
+import training_tables as tables
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 RUN_ALL = BENCHMARKS / "run_all.sh"
 
 
-@pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/training.py. launch/ has modules of the same names, for other tests to find."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("training", "report")
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    yield importlib.import_module("training")
-    for name in names:
-        del sys.modules[name]
-    sys.modules.update(others)
-
-
-@pytest.fixture
-def tables(training: ModuleType) -> Any:
-    return training.tables
-
-
 # ------------------------------------------------------------------------------------------- cells
 
 
-def keys(training: ModuleType, only: str) -> list[str]:
+def keys(only: str) -> list[str]:
     return [cell.key for cell in training.select(only)]
 
 
-def test_each_cell_is_there_once_and_the_most_important_first(training: ModuleType) -> None:
-    everything = keys(training, "")
+def test_each_cell_is_there_once_and_the_most_important_first() -> None:
+    everything = keys("")
     assert len(everything) == len(set(everything))
     assert everything[0] == "steps/lstm/alone"
     assert set(everything[:12]) >= {"steps/lstm/topk/200mbit", "steps/lstm/stock-fp16/200mbit"}
     assert not any("digits" in key for key in everything)
 
 
-def test_a_selection_keeps_what_needs_no_rate_or_seed(training: ModuleType) -> None:
-    chosen = keys(training, "model=mlp,method=alone/topk,rate=1gbit,kind=steps")
+def test_a_selection_keeps_what_needs_no_rate_or_seed() -> None:
+    chosen = keys("model=mlp,method=alone/topk,rate=1gbit,kind=steps")
     assert chosen == ["steps/mlp/alone", "steps/mlp/topk/1gbit"]
-    assert keys(training, "model=lstm,method=topk,kind=course,seed=1") == ["course/lstm/topk/1"]
-    assert keys(training, "model=lstm,method=kimad,kind=course,seed=1") == [
-        "course/lstm/kimad/200mbit/1"
-    ]
+    assert keys("model=lstm,method=topk,kind=course,seed=1") == ["course/lstm/topk/1"]
+    assert keys("model=lstm,method=kimad,kind=course,seed=1") == ["course/lstm/kimad/200mbit/1"]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +55,12 @@ def test_a_selection_keeps_what_needs_no_rate_or_seed(training: ModuleType) -> N
         ("rate=3mbit", "no rate 3mbit"),
     ],
 )
-def test_a_selection_of_nothing_is_refused(training: ModuleType, only: str, message: str) -> None:
+def test_a_selection_of_nothing_is_refused(only: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         training.select(only)
 
 
-def test_every_cell_is_a_command_line_that_train_py_accepts(training: ModuleType) -> None:
-    options = importlib.import_module("options")
+def test_every_cell_is_a_command_line_that_train_py_accepts() -> None:
     for cell in training.cells():
         parsed = options.parse(cell.arguments())
         assert parsed.steps > training.METHODS[cell.method].settle or cell.kind == "course", cell
@@ -85,7 +68,7 @@ def test_every_cell_is_a_command_line_that_train_py_accepts(training: ModuleType
 
 
 def test_a_stored_cell_is_measured_again_only_with_other_settings(
-    training: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen = training.select("model=mlp,method=topk/stock-fp16,rate=200mbit,kind=steps")
     done = {cell.key: {"setting": training.setting(cell)} for cell in chosen[:1]}
@@ -96,7 +79,7 @@ def test_a_stored_cell_is_measured_again_only_with_other_settings(
     assert training.missing(chosen, done) == chosen
 
 
-def fake_measure(training: ModuleType, *events: Any) -> Any:
+def fake_measure(*events: Any) -> Any:
     """In place of Bench.measure: for each cell a median, or what is raised."""
     left = list(events)
 
@@ -111,12 +94,12 @@ def fake_measure(training: ModuleType, *events: Any) -> Any:
 
 
 def test_each_cell_is_stored_as_soon_as_it_is_measured(
-    training: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chosen = training.select("model=mlp,method=alone/stock-fp16/topk/qsgd,rate=200mbit,kind=steps")
     broken = training.lab.JobError("broke")
     events = [broken, 0.5, 0.25, KeyboardInterrupt()]
-    monkeypatch.setattr(training.Bench, "measure", fake_measure(training, *events))
+    monkeypatch.setattr(training.Bench, "measure", fake_measure(*events))
     out = tmp_path / "training.json"
     with pytest.raises(KeyboardInterrupt):
         training.measure_all(chosen, {}, out, 2, minutes=1)
@@ -128,14 +111,12 @@ def test_each_cell_is_stored_as_soon_as_it_is_measured(
     assert training.missing(chosen, stored) == [chosen[0], chosen[3]]
 
 
-def test_no_cell_is_started_when_the_time_is_up(training: ModuleType, tmp_path: Path) -> None:
+def test_no_cell_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     chosen = training.select("model=mlp,rate=200mbit,kind=steps")
     assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == chosen
 
 
-def test_ranks_are_started_once_for_neighbours_of_one_rate_and_environment(
-    training: ModuleType,
-) -> None:
+def test_ranks_are_started_once_for_neighbours_of_one_rate_and_environment() -> None:
     chosen = training.select("model=lstm,method=alone/topk/qsgd/stock-fp16-default,rate=200mbit/1gbit")
     steps = [cell for cell in chosen if cell.kind == "steps"]
     found = [[(cell.method, cell.rate) for cell in group] for group in training.groups(steps)]
@@ -177,7 +158,7 @@ CELLS = {
 }
 
 
-def test_seconds_to_target_are_steps_to_target_at_their_median(tables: Any) -> None:
+def test_seconds_to_target_are_steps_to_target_at_their_median() -> None:
     seconds = {
         method: tables.seconds_to_target(CELLS, "mlp", method, "200mbit")
         for method in ("stock-fp16", "topk", "kimad", "qsgd")
@@ -190,7 +171,7 @@ def test_seconds_to_target_are_steps_to_target_at_their_median(tables: Any) -> N
     assert math.isnan(seconds["qsgd"])
 
 
-def test_a_target_that_one_seed_misses_is_not_reached(tables: Any) -> None:
+def test_a_target_that_one_seed_misses_is_not_reached() -> None:
     cells = {
         **CELLS,
         "course/mlp/stock-fp32/1": course({10: 0.9}),
@@ -200,7 +181,7 @@ def test_a_target_that_one_seed_misses_is_not_reached(tables: Any) -> None:
     assert tables.outcome(cells, "mlp", "stock-fp16").seeds == 2
 
 
-def test_perplexity_is_better_the_lower(tables: Any) -> None:
+def test_perplexity_is_better_the_lower() -> None:
     cells = {
         "course/lstm/stock-fp32/0": course({10: 300.0, 20: 200.0}, name="perplexity"),
         "course/lstm/topk/0": course({10: 201.9, 20: 203.0}, name="perplexity"),
@@ -210,7 +191,7 @@ def test_perplexity_is_better_the_lower(tables: Any) -> None:
     assert found.loss == pytest.approx(0.015)
 
 
-def test_horovods_own_waiting_is_what_it_takes_longer_than_alone(tables: Any) -> None:
+def test_horovods_own_waiting_is_what_it_takes_longer_than_alone() -> None:
     alone = CELLS["steps/mlp/alone"]
     stock = tables.parts_of(CELLS["steps/mlp/stock-fp16/200mbit"], alone)
     assert (stock["compute"], stock["communicate"]) == pytest.approx((0.1, 0.9))
@@ -218,7 +199,7 @@ def test_horovods_own_waiting_is_what_it_takes_longer_than_alone(tables: Any) ->
     assert own["communicate"] == pytest.approx(0.1 * 0.2 / 0.4)
 
 
-def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash(tables: Any) -> None:
+def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash() -> None:
     text = tables.show(CELLS)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["qsgd"][-2:] == ["-", "-"]
@@ -228,7 +209,7 @@ def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash(tables: Any)
     assert tables.show({}) == ""
 
 
-def test_what_is_not_measured_has_not_met_its_bar(tables: Any) -> None:
+def test_what_is_not_measured_has_not_met_its_bar() -> None:
     missed = "\n".join(tables.missed(CELLS))
     assert "lstm, 200mbit: a step of topk is nan of alone" in missed
     assert "lstm: no courses" in missed
@@ -237,7 +218,7 @@ def test_what_is_not_measured_has_not_met_its_bar(tables: Any) -> None:
     assert "mlp: topk ends 1.00 % worse than dense (1 seeds)" in missed
 
 
-def test_bars_that_are_met_are_not_named(tables: Any) -> None:
+def test_bars_that_are_met_are_not_named() -> None:
     cells: dict[str, Any] = {}
     for model, name, score in (("lstm", "perplexity", 100.0), ("mlp", "accuracy", 0.9)):
         cells[f"steps/{model}/alone"] = step(0.1)
@@ -252,9 +233,8 @@ def test_bars_that_are_met_are_not_named(tables: Any) -> None:
 # ---------------------------------------------------------------------------------------- pictures
 
 
-def test_the_pictures_are_drawn_from_the_cells(training: ModuleType, tmp_path: Path) -> None:
+def test_the_pictures_are_drawn_from_the_cells(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plots = importlib.import_module("plots")
     lstm = {key.replace("mlp", "lstm"): value for key, value in CELLS.items()}
     assert set(plots.curves(CELLS, "mlp")) == {"stock-fp32", "stock-fp16", "topk"}
     assert plots.curves(CELLS, "mlp")["topk"][0] == pytest.approx([11.0, 13.0, 15.0])
@@ -292,9 +272,7 @@ def test_run_all_lists_only_scripts_that_exist() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
-def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(
-    training: ModuleType, tmp_path: Path
-) -> None:
+def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(tmp_path: Path) -> None:
     reason = training.lab.why_not()
     if reason:
         pytest.skip(reason)

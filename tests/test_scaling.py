@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import scaling
+import scaling_model as model
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-model = load("scaling_model")
 
 
 def points(line: object, collective: str, operations: int = 1) -> list[object]:
@@ -117,7 +105,7 @@ def test_every_bucket_costs_its_own_messages() -> None:
     assert powersgd.travel(8, 1e6, line, buckets=3) == pytest.approx(3 * 2 * (1e-3 + 14e-5))
 
 
-def measured(scaling: ModuleType, line: object, machine: float) -> dict[str, object]:
+def measured(line: object, machine: float) -> dict[str, object]:
     """What a benchmark would find where the line is true, and the machine alone takes a share of it."""
     found: dict[str, object] = {}
     for network, share in (("200mbit", 1.0), ("unlimited", machine)):
@@ -132,20 +120,9 @@ def measured(scaling: ModuleType, line: object, machine: float) -> dict[str, obj
     return found
 
 
-@pytest.fixture(scope="module")
-def scaling() -> ModuleType:
-    sys.path.append(str(BENCHMARKS))
-    try:
-        return load("scaling")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-def test_a_true_model_has_no_error_on_the_ranks_and_the_payload_that_it_has_not_seen(
-    scaling: ModuleType,
-) -> None:
+def test_a_true_model_has_no_error_on_the_ranks_and_the_payload_that_it_has_not_seen() -> None:
     line = model.Line(1e-3, 1e-4, model.byte_seconds(200e6))
-    found = scaling.fits(measured(scaling, line, machine=0.1), cores=2)
+    found = scaling.fits(measured(line, machine=0.1), cores=2)
     assert set(found) == set(scaling.COLLECTIVES)
     for networks in found.values():
         row = networks["200mbit"]
@@ -154,11 +131,9 @@ def test_a_true_model_has_no_error_on_the_ranks_and_the_payload_that_it_has_not_
         assert row["most ranks held out"] == 16
 
 
-def test_where_the_machine_needs_as_long_as_the_link_only_as_many_ranks_as_cores_count(
-    scaling: ModuleType,
-) -> None:
+def test_where_the_machine_needs_as_long_as_the_link_only_as_many_ranks_as_cores_count() -> None:
     line = model.Line(1e-3, 1e-4, model.byte_seconds(200e6))
-    points = scaling.divide(measured(scaling, line, machine=1.0), "200mbit", "allgather", cores=2)
+    points = scaling.divide(measured(line, machine=1.0), "200mbit", "allgather", cores=2)
     assert {point.ranks for point in points.fitted} == {1, 2}
     assert {point.nbytes for point in points.held_out} == {scaling.HELD_OUT_SIZE["allgather"]}
     assert {point.ranks for point in points.left_out} == {1, 4, 8, 16}

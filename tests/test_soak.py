@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+import soak
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def soak() -> ModuleType:
-    sys.path.append(str(BENCHMARKS))
-    try:
-        return load("soak")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-def row(soak: ModuleType, an_hour: float, noise: float, minutes: float = 20) -> dict[str, object]:
+def row(an_hour: float, noise: float, minutes: float = 20) -> dict[str, object]:
     """The summary of a rank of 400 MB that grows by so much."""
     seconds = np.arange(0, 60 * minutes, soak.SAMPLE_SECONDS)
     random = np.random.default_rng(0)
@@ -44,7 +25,7 @@ def row(soak: ModuleType, an_hour: float, noise: float, minutes: float = 20) -> 
     return soak.summary(samples, warm_up=240)  # type: ignore[no-any-return]
 
 
-def test_the_slope_and_its_standard_error_are_those_of_least_squares(soak: ModuleType) -> None:
+def test_the_slope_and_its_standard_error_are_those_of_least_squares() -> None:
     x, y = np.arange(40) * 60.0, np.random.default_rng(1).standard_normal(40)
     slope, error = soak.trend(x, y, 60)
     (expected, _), covariance = np.polyfit(x / 3600, y, 1, cov=True)
@@ -60,21 +41,17 @@ def test_the_slope_and_its_standard_error_are_those_of_least_squares(soak: Modul
         (100.0, 20.0, True),  # much noise hides nothing: it makes the run worthless
     ],
 )
-def test_growth_is_told_from_noise(soak: ModuleType, an_hour: float, noise: float, bad: bool) -> None:
-    assert soak.grows(row(soak, an_hour, noise)) is bad
+def test_growth_is_told_from_noise(an_hour: float, noise: float, bad: bool) -> None:
+    assert soak.grows(row(an_hour, noise)) is bad
 
 
-def test_a_number_of_files_that_keeps_rising_is_a_leak_and_a_short_peak_is_none(
-    soak: ModuleType,
-) -> None:
+def test_a_number_of_files_that_keeps_rising_is_a_leak_and_a_short_peak_is_none() -> None:
     assert soak.rises([10, 10, 11, 11, 12, 12])
     assert not soak.rises([10, 10, 10, 10, 12, 10])
     assert not soak.rises([12, 11, 10, 10, 10, 10])
 
 
-def test_a_process_that_lives_on_and_a_file_are_found_left_behind(
-    soak: ModuleType, tmp_path: Path
-) -> None:
+def test_a_process_that_lives_on_and_a_file_are_found_left_behind(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     before = soak.belongings()
     token = "soak-test-5b1d"

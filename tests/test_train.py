@@ -360,7 +360,7 @@ def test_help_tells_the_exit_status_of_each_signal(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("limit", [0, 1, 7, 100, 1000])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_each_held_out_example_is_scored_on_exactly_one_rank(limit: int, ranks: int) -> None:
-    from training import held_out_share
+    from loop import held_out_share
 
     shares = [held_out_share(101, limit, rank, ranks) for rank in range(ranks)]
     together = sorted(number for share in shares for number in share)
@@ -372,7 +372,7 @@ def test_each_held_out_example_is_scored_on_exactly_one_rank(limit: int, ranks: 
 
 @needs_horovod
 def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
-    from training import learning_rate
+    from loop import learning_rate
 
     rates = [learning_rate(step, 100, 10, 0.5, "cosine") for step in range(100)]
     assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
@@ -384,7 +384,7 @@ def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
 
 @needs_horovod
 def test_the_learning_rate_grows_with_the_ranks_unless_gradients_are_summed() -> None:
-    from training import learning_rate_scale
+    from loop import learning_rate_scale
 
     assert learning_rate_scale("linear", 8, 2, averaged=True) == 16
     assert learning_rate_scale("linear", 8, 2, averaged=False) == 2
@@ -394,8 +394,8 @@ def test_the_learning_rate_grows_with_the_ranks_unless_gradients_are_summed() ->
 
 @needs_horovod
 def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
-    from report import Costs, table
-    from training import Score
+    from display import Costs, table
+    from loop import Score
 
     score = Score(0.5, 0.9, 100, is_text=False)
     known = table(Costs(0.1, 0.01, 0.02, 0.03, 100.0, 150.0), 1000, 32, 0.4, score)

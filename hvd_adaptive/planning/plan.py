@@ -75,8 +75,12 @@ class Plan:
 
     def error_share(self, row: LayerPlan) -> float | None:
         """A layer's share of the error of all layers; None where it is not known."""
-        whole = sum(each.error or 0.0 for each in self.layers)
-        return None if row.error is None or not whole else row.error / whole
+        return None if row.error is None or not self._error else row.error / self._error
+
+    @functools.cached_property
+    def _error(self) -> float:
+        """Of all layers of which it is known."""
+        return sum(each.error or 0.0 for each in self.layers)
 
     def record(self) -> dict[str, Any]:
         """As JSON, for a trace: shares and gains in place of errors."""

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lab import Lab, why_not
+
+from cluster import Lab, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from lab import ACTIVE, Job, Lab, LabError, wait_until
+
+from cluster import ACTIVE, Job, Lab, LabError, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch" / "slurm"

@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from tqdm import tqdm
 
-from training import Score
+from loop import Score
 
 # Between two lines where no terminal shows a moving bar: a log file should stay readable.
 LINE_SECONDS = 5.0

@@ -3,7 +3,7 @@
 Each node is a slurmd with its own hostname, /dev/shm and /etc/hosts. Without those, the two nodes'
 PMIx servers would share files, and launchers would take both nodes for one machine.
 
-    python tests/slurm/lab.py            # starts it and says how to talk to it, until Ctrl-C
+    python tests/slurm/cluster.py            # starts it and says how to talk to it, until Ctrl-C
 """
 
 from __future__ import annotations
