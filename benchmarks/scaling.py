@@ -51,7 +51,6 @@ from scaling_model import (
     limited_by_link,
 )
 
-
 RANKS = (1, 2, 4, 8, 16)
 RATES = {"200mbit": 200e6, "1gbit": 1e9}
 """What fits are made for."""
