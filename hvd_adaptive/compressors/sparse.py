@@ -7,9 +7,9 @@ All of them send the largest elements; what differs is the rule for how many (se
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar, final
 
 import numpy as np
@@ -375,8 +375,9 @@ class DGC(DensityCompressor):
 class RedSync(DensityCompressor):
     """The elements above a threshold found by bisection: between one and two ``density * numel``.
 
-    The threshold is searched between the mean and the largest magnitude. Where ties leave no
-    threshold for such a number, exactly ``density * numel`` are sent, those of lowest index.
+    The threshold is searched between the mean and the largest magnitude, in steps of a float's upper 16
+    bits. Where ties leave no threshold for such a number, exactly ``density * numel`` are sent, the
+    largest of lowest index.
 
     Biased: use it with error feedback. Cost: two passes over the tensor. Wire: as :class:`TopK`, for up
     to twice as many elements: how many depends on where bisection comes by, so that ``wire_bytes``, the
@@ -472,23 +473,6 @@ def _layer_stats(stats: Float64s) -> LayerStats:
 # --- the errors of all levels at once ------------------------------------------------------------
 
 
-class _OpenError(Exception):
-    """The spectrum alone does not say how many elements reach a threshold in one of its bins.
-
-    Args:
-        bits: of the threshold.
-        counts: those that would let bisection go on: too few, or too many.
-    """
-
-    def __init__(self, bits: int, counts: list[int]) -> None:
-        super().__init__(bits, counts)
-        self.bits, self.counts = bits, counts
-
-
-_ASSUMED = 3
-"""Thresholds whose outcome bisection assumes, one after the other."""
-
-
 class _Spectrum:
     """How many elements of a tensor reach a magnitude, and what error is left by sending the largest.
 
@@ -509,10 +493,9 @@ class _Spectrum:
         return counts
 
     @cached_property
-    def _left(self) -> list[float]:
+    def _left(self) -> Float64s:
         """The error if these are sent."""
-        errors: list[float] = self.errors(self._reached, ValueFormat.fp32).tolist()
-        return errors
+        return self.errors(self._reached, ValueFormat.fp32)
 
     def errors(self, counts: Sequence[int], values: ValueFormat) -> Float64s:
         """The squared error of sending so many of the largest elements."""
@@ -539,41 +522,10 @@ class _Spectrum:
         if nonzeros == 0:
             return list(counts)
         mean = float(np.float32(self._total / self._x.numel()))
-        sent = {k: k for k in counts if not 0 < k < nonzeros}
-        while len(sent) < len(set(counts)):
-            unsure: set[int] = set()
-            for k in set(counts) - set(sent):
-                count = self._bisect(k, mean, {}, unsure)
-                if count is not None:
-                    sent[k] = count
-            self._refine(unsure)
-        return [sent[k] for k in counts]
-
-    def _bisect(self, k: int, mean: float, assumed: dict[int, int], unsure: set[int]) -> int | None:
-        """How many RedSync sends, or None and the bins that must be refined to know.
-
-        Refining takes a pass over the tensor. So bisection goes on with either outcome of a threshold
-        that is open, to name all bins that may matter at once.
-        """
-        try:
-            return redsync_count(k, mean, self._largest, partial(self._near, k, assumed))
-        except _OpenError as error:
-            unsure.add(error.bits >> 16)
-            if len(assumed) < _ASSUMED:
-                for count in error.counts:
-                    self._bisect(k, mean, {**assumed, error.bits: count}, unsure)
-            return None
-
-    def _near(self, k: int, assumed: Mapping[int, int], bits: int) -> int:
-        """How many elements reach a magnitude, as exactly as bisection for [k, 2 k] needs it."""
-        if bits in assumed:
-            return assumed[bits]
-        least, most = self._bounds(bits)
-        if most < k or least > 2 * k:
-            return most if most < k else least
-        if least < most and (least < k or most > 2 * k or self._matters(bits)):
-            raise _OpenError(bits, [count for count in (least, most) if not k <= count <= 2 * k])
-        return self._estimate(bits)
+        return [
+            redsync_count(k, mean, self._largest, self._reached.__getitem__) if 0 < k < nonzeros else k
+            for k in counts
+        ]
 
     def _matters(self, bits: int) -> bool:
         """Whether the error depends on how many of a bin's elements reach a magnitude."""

@@ -148,16 +148,6 @@ def _magnitude_sum(x, n):
 
 
 @_vector
-def _count_reaching(values, count, floor):
-    """How many of ``count`` values have a magnitude of at least floor (bits)."""
-    a = carray(uint32_pointer(values), count)
-    found = int32(0)
-    for i in range(count):
-        found += int32(int32(a[i] & uint32(MAGNITUDE)) >= int32(floor))
-    return int64(found)
-
-
-@_vector
 def _measure_block(x, n):
     """Energy and largest magnitude (as bits) of n elements."""
     a = carray(float32_pointer(x), n)
@@ -424,7 +414,15 @@ def _take(x, g, n, k, rule, threshold, work):
 def _cut_redsync(count, k, mean, top, work):
     """Keep between k and 2 k of the 2 k + 1 largest, in order; returns how many."""
     hist, fine, _, indices, values, _ = work
-    floor = _bisect(int64(values.ctypes.data), count, k, mean, top)
+    lowest = top >> 16
+    for i in range(count):
+        b = (int64(float_bits(values[i])) & MAGNITUDE) >> 16
+        hist[b] += int32(1)
+        lowest = min(lowest, b)
+    for b in range((top >> 16) - 1, lowest - 1, -1):
+        hist[b] += hist[b + 1]
+    floor = _bisect(hist, lowest, count, k, mean, top) << 16
+    hist[lowest : (top >> 16) + 1] = 0
     if floor == 0:
         _trim(indices, values, count, k, hist, fine)
         return k
@@ -437,21 +435,24 @@ def _cut_redsync(count, k, mean, top, work):
 
 
 @_kernel
-def _bisect(values, count, k, mean, top):
-    """``reference.redsync_count``, but it returns the bits of the threshold; 0 if there is none."""
+def _bisect(reached, lowest, count, k, mean, top):
+    """``reference.redsync_count``, but it returns the bin of the threshold; 0 if there is none.
+
+    ``reached`` counts the candidates in a bin or a higher one; none is below the ``lowest``.
+    """
     low, high, middle = 0.0, np.float64(bits_float(uint32(top))), np.float64(mean)
-    while True:
-        floor = max(int64(1), int64(float_bits(np.float32(middle))))
-        reached = _count_reaching(values, count, floor)
-        if k <= reached <= 2 * k:
-            return floor
-        if reached < k:
-            high = middle
+    low_bin, high_bin = int64(0), (top >> 16) + 1
+    while high_bin - low_bin > 1:
+        b = max(int64(1), int64(float_bits(np.float32(middle))) >> 16)
+        found = int64(reached[b]) if b >= lowest else count
+        if k <= found <= 2 * k:
+            return b
+        if found < k:
+            high, high_bin = middle, b
         else:
-            low = middle
-        middle = np.float64(np.float32(low + (high - low) / 2))
-        if middle in (low, high):
-            return int64(0)
+            low, low_bin = middle, b
+        middle = low + (high - low) / 2
+    return int64(0)
 
 
 # --- storing -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import enum
 import itertools
 import math
 import operator
+import struct
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -58,8 +59,9 @@ class Rule(enum.IntEnum):
     * ``dgc``: all that reach a threshold that was estimated from a sample; of more than ``k`` exactly
       ``k``, selected among them, and where fewer than 0.7 ``k`` reach it exactly ``k`` as well. (Lin et
       al., "Deep Gradient Compression", ICLR 2018, section 5.)
-    * ``redsync``: all that reach a threshold that bisection between the mean and the largest
-      magnitude finds; between ``k`` and 2 ``k``. (Fang et al., "RedSync", JPDC 2019, section 5.)
+    * ``redsync``: all that reach a threshold of 8 significant bits that bisection between the mean and
+      the largest magnitude finds; between ``k`` and 2 ``k``. (Fang et al., "RedSync", JPDC 2019,
+      section 5.)
 
     Zeros are never sent, and ties go to the lowest index where a rule sends exactly ``k``.
     """
@@ -133,23 +135,39 @@ def redsync_count(k: int, mean: float, largest: float, reaching: Callable[[int],
     """How many of the largest RedSync sends of a tensor that has more than ``k`` that are not zero.
 
     The first threshold is the mean; then the interval that is left, of 0 to the largest magnitude, is
-    halved until the count is right or no float32 lies inside it.
+    halved until the count is right. Thresholds are rounded down to the edge of a bin, so that a
+    :func:`spectrum` says all that bisection asks; where no edge has the right count, ``k`` are sent.
 
     Args:
         k: elements to send at least.
         mean: of the magnitudes, as float32.
         largest: magnitude.
-        reaching: how many elements' magnitudes have at least the bits that it is called with.
+        reaching: how many elements are in the bin that it is called with or in a higher one.
     """
     low, high, middle = 0.0, largest, mean
-    while True:
-        count = reaching(max(1, int(np.float32(middle).view(np.int32))))
+    low_bin, high_bin = 0, bin_of(largest) + 1
+    while high_bin - low_bin > 1:
+        middle_bin = max(1, bin_of(middle))
+        count = reaching(middle_bin)
         if k <= count <= 2 * k:
             return count
-        low, high = (low, middle) if count < k else (middle, high)
-        middle = float(np.float32(low + (high - low) / 2))
-        if middle in (low, high):
-            return k
+        if count < k:
+            high, high_bin = middle, middle_bin
+        else:
+            low, low_bin = middle, middle_bin
+        middle = low + (high - low) / 2
+    return k
+
+
+def bin_of(magnitude: float) -> int:
+    """The bin of a magnitude, once rounded to float32.
+
+    Example:
+        >>> bin_of(1.0) == 127 << 7
+        True
+    """
+    [bits] = struct.unpack("i", struct.pack("f", magnitude))
+    return int(bits) >> 16
 
 
 # --- checks that all kernels share ---------------------------------------------------------------
@@ -406,7 +424,7 @@ def _select(x: Tensor, k: int, rule: Rule, floor: int) -> Tensor:
         count = dgc_count(counts_from_above(sample_spectrum(x)), x.numel(), k, reaching)
     elif rule == Rule.redsync and 0 < k < nonzeros:
         mean = float(np.float32(float(x.double().abs().sum()) / x.numel()))
-        count = redsync_count(k, mean, float(x.abs().max()), reaching)
+        count = redsync_count(k, mean, float(x.abs().max()), lambda b: reaching(b << 16))
     order = torch.sort(magnitudes, descending=True, stable=True).indices
     return order[: min(count, nonzeros)].sort().values
 
