@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+import lab
 import report
 from hvd_adaptive.planning import REGISTRY, LGreCoTime, StepFacts
 from hvd_adaptive.planning.budgets import Budget, StaticBudget
@@ -43,11 +44,6 @@ JOB = ("--preset", "lstm-sotu", "--width", "192", "--vocabulary", "5000")
 COMPRESSION = "qsgd:bits=4"
 BUCKET_CAP_MB = 1.0
 HOSTS, RATE = 4, "200mbit"
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
 QUICK = ("--preset", "mlp-digits", "--width", "128")
 
 
@@ -207,16 +203,14 @@ def run(options: argparse.Namespace, rows: Path) -> None:
     arguments += ["--plans", str(options.plans), "--steps", str(options.steps)]
     arguments += ["--quick"] if options.quick else []
     arguments += ["--logdir", str(options.logdir)] if options.logdir else []
-    environment = {**SETTINGS, **os.environ}
+    environment = {**lab.THREADS, **lab.RING, **os.environ}
     if options.quick:
         command = ["horovodrun", "-np", "2", sys.executable, *arguments]
         subprocess.run(command, env=environment, check=True)
         return
-    from lab import NETLAB, Lab
-
-    with Lab(HOSTS, RATE) as lab:
-        print(lab.netlab("probe"))
-        command = [*NETLAB, "--name", lab.name, "mpirun", sys.executable, *arguments]
+    with lab.Lab(HOSTS, RATE) as hosts:
+        print(hosts.netlab("probe"))
+        command = [*lab.NETLAB, "--name", hosts.name, "mpirun", sys.executable, *arguments]
         subprocess.run(command, env=environment, check=True)
 
 

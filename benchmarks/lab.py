@@ -48,6 +48,7 @@ THREADS = {
 RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
 }
 # More ranks than cores, on this machine alone.
 HERE = {

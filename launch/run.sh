@@ -19,7 +19,7 @@
 # The command is printed with what it sets in the environment, so that it can be pasted and changed. A variable
 # that is set already is left alone:
 #     OMPI_MCA_mpi_yield_when_idle=1   more ranks than cores: a waiting rank must not keep its core
-#     OMPI_MCA_coll_tuned_*            several hosts: ring allreduce; Open MPI's default is far slower over TCP
+#     OMPI_MCA_coll_tuned_*            several hosts: rings; Open MPI's defaults are far slower over TCP
 #     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
 #     HOROVOD_CYCLE_TIME               a core for each rank and one to spare: look for work more often than each ms
 # horovodrun passes the whole environment on to every host, and binds no rank to a core.
@@ -88,6 +88,7 @@ set_environment() {
     if [[ -n $hosts ]] && (($(number_of_hosts "$hosts") > 1)); then
         set_default OMPI_MCA_coll_tuned_use_dynamic_rules 1
         set_default OMPI_MCA_coll_tuned_allreduce_algorithm 4
+        set_default OMPI_MCA_coll_tuned_allgatherv_algorithm 3
     fi
 }
 
@@ -174,17 +175,17 @@ tell_ranks() {
 # Not by exec: SIGTERM and SIGUSR1, as batch systems send them, would end horovodrun alone, and its ranks would
 # train on. Ctrl-C goes to all of them, as it would without this script.
 run_to_the_end() {
-    local status=0
+    local status interrupted=yes
     set -m # a process group of its own; without it the job would be deaf to Ctrl-C
     "$@" &
     job=$!
-    trap 'tell_ranks TERM' TERM
-    trap 'tell_ranks USR1' USR1
+    trap 'interrupted=yes; tell_ranks TERM' TERM
+    trap 'interrupted=yes; tell_ranks USR1' USR1
     # In a netlab, mpirun would pass it on as SIGTERM, and soon kill the ranks.
-    if [[ -n $netlab ]]; then trap 'tell_ranks INT' INT; else trap 'kill -s INT -- "-$job"' INT; fi
+    trap 'interrupted=yes; if [[ -n $netlab ]]; then tell_ranks INT; else kill -s INT -- "-$job"; fi' INT
     # A signal ends the wait, not the job.
-    while kill -0 "$job" 2>/dev/null; do
-        status=0
+    while [[ -n $interrupted ]]; do
+        interrupted='' status=0
         wait "$job" || status=$?
     done
     exit "$status"

@@ -112,7 +112,7 @@ def test_caution_asks_for_less() -> None:
 
 
 def test_the_margin_follows_the_steps_that_took_too_long() -> None:
-    budget = Bandwidth(seconds=0.5, warmup=1, share=0.8).budget()
+    budget = Bandwidth(seconds=0.5, warmup=1, share=0.8, probe=0).budget()
     # 0.4 s of computing is left 0.1 s: 100,000 bytes
     fast = StepFacts(0, seconds=0.45, compute_seconds=0.4, transfers=transfers(0, 1e6, 0.0))
     slow = StepFacts(1, seconds=0.55, compute_seconds=0.4, transfers=transfers(1, 1e6, 0.0))
@@ -121,9 +121,9 @@ def test_the_margin_follows_the_steps_that_took_too_long() -> None:
         for facts in steps:
             budget.observe(facts)
         granted.append(budget.allow(table()).max_bytes / 1e5)
-    # a miss widens the margin by 0.05 * 0.8, a hit narrows it by 0.05 * 0.2; steps ahead of the second
+    # a miss widens the margin by 0.1 * 0.8, a hit narrows it by 0.1 * 0.2; steps ahead of the second
     # allowance are not under the first one's plan
-    assert granted == pytest.approx([1.0, 1.0, 0.92, 0.89, 0.94, 1.0])
+    assert granted == pytest.approx([1.0, 1.0, 0.84, 0.78, 0.88, 1.0])
     assert budget.report()["margin"] == 0
 
 
@@ -142,7 +142,7 @@ def test_the_wanted_share_of_steps_keeps_the_time_whatever_the_network_does(shar
         kept.append(0.1 + seconds <= 0.5)
         if step >= 5 and step % 10 == 0:
             nbytes = budget.allow(table()).max_bytes
-    assert np.mean(kept[100:]) == pytest.approx(share, abs=0.03)
+    assert share - 0.03 <= np.mean(kept[100:]) <= share + 0.06
 
 
 def test_computing_time_is_of_the_last_steps() -> None:
@@ -151,6 +151,34 @@ def test_computing_time_is_of_the_last_steps() -> None:
         computing = 0.1 if step < 10 else 0.3
         budget.observe(StepFacts(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.0)))
     assert budget.allow(table()).max_bytes == pytest.approx(0.2e6, rel=1e-6)
+
+
+def test_what_a_byte_takes_to_be_compressed_counts_as_what_it_takes_to_travel() -> None:
+    budget = Bandwidth(seconds=0.5, warmup=5).budget()
+    for step in range(20):
+        nbytes = 1e5 if step % 8 < 4 else 3e5
+        moved = [Transfer(nbytes, 0.02 + nbytes / 2e6)]
+        budget.observe(StepFacts(step, compute_seconds=0.1 + nbytes / 5e6, transfers=moved))
+    # of 0.5 s, 0.12 s are fixed; a byte takes 0.5 us to travel and 0.2 us to be compressed
+    assert budget.allow(table()).max_bytes == pytest.approx(0.38 / 0.7e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("probe", [0, 3])
+def test_a_bandwidth_that_bytes_follow_is_told_from_latency_by_probing(probe: int) -> None:
+    budget = Bandwidth(seconds=0.4, warmup=10, share=0.9, probe=probe).budget()
+    rng, nbytes, errors = np.random.default_rng(0), 1e6, []
+    for step in range(600):
+        rate = 1e7 * (1 + 0.8 * math.sin(step / 25))
+        seconds = (0.1 + nbytes / rate) * math.exp(0.05 * rng.standard_normal())
+        facts = StepFacts(
+            step, seconds=0.1 + seconds, compute_seconds=0.1, transfers=[Transfer(nbytes, seconds)]
+        )
+        budget.observe(facts)
+        if step >= 10 and step % 5 == 0:
+            nbytes = budget.allow(table()).max_bytes
+            errors.append(abs(budget.report()["bandwidth_up"] / rate - 1))
+    error = np.median(errors[20:])
+    assert error < 0.15 if probe else error > 0.2
 
 
 def test_computing_longer_than_the_budget_leaves_no_bytes() -> None:

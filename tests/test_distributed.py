@@ -6,6 +6,7 @@ Each function there is one test here for each number of ranks; one launch runs a
 from __future__ import annotations
 
 import pytest
+
 from rank_launcher import DISTRIBUTED, Function, Verdict, functions_in, run, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from rank_launcher import DISTRIBUTED, ROOT, Function, Launch, Verdict, functions_in, run
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")

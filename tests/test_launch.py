@@ -21,6 +21,7 @@ SCRIPTS = sorted([*LAUNCH.glob("*.sh"), ROOT / ".ci" / "run"])
 SET_BY_RUN = (
     "HOROVOD_CYCLE_TIME",
     "NUMBA_NUM_THREADS",
+    "OMPI_MCA_coll_tuned_allgatherv_algorithm",
     "OMPI_MCA_coll_tuned_allreduce_algorithm",
     "OMPI_MCA_coll_tuned_use_dynamic_rules",
     "OMPI_MCA_mpi_yield_when_idle",
@@ -280,6 +281,7 @@ class TestRun:
     def test_several_hosts_reduce_in_a_ring_and_fill_their_slots(self) -> None:
         command = dry_run("-H", "red:4096,green:4096")
         assert "OMPI_MCA_coll_tuned_allreduce_algorithm=4" in command
+        assert "OMPI_MCA_coll_tuned_allgatherv_algorithm=3" in command
         assert "OMPI_MCA_coll_tuned_use_dynamic_rules=1" in command
         assert "horovodrun -np 8192 -H red:4096\\,green:4096 " in command
         assert "OMPI_MCA_mpi_yield_when_idle=1" in command

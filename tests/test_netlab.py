@@ -20,11 +20,11 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from rank_launcher import lives
 
 import netlab
 from netlab_base import LabError, UsageError, default_name, parse_rate, require_tools, show_rate
 from netlab_trace import Change, parse_trace
+from rank_launcher import lives
 
 ROOT = Path(__file__).resolve().parents[1]
 NETLAB = ROOT / "launch" / "netlab.sh"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_kernels import KINDS, Guarded, Trap, bits, damage, numbers, offsets_of, usual
 from torch import Tensor
 
 from hvd_adaptive import wire_codes
@@ -34,6 +33,7 @@ from hvd_adaptive.kernels.reference import BINS, spectrum
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire_codes import Damage, Norm, Rounding, Rule, Tables
+from test_kernels import KINDS, Guarded, Trap, bits, damage, numbers, offsets_of, usual
 
 MODULES = pytest.mark.parametrize("kernels", [quantize_reference, quantize], ids=["reference", "cpu"])
 MEMBERS: list[Quantizer] = [

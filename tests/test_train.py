@@ -26,6 +26,7 @@ import torch
 import data
 import models
 import options
+from idx_files import write_idx
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
@@ -48,11 +49,6 @@ ENVIRONMENT = {
 
 
 # ------------------------------------------------------------------------------ data made for tests
-
-
-def write_idx(path: Path, array: np.ndarray[Any, Any]) -> None:
-    header = bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes()
-    path.write_bytes(gzip.compress(header + array.tobytes(), 1))
 
 
 def write_images(folder: Path) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adaptive.planning.allocators import Allowance, Table
-from hvd_adaptive.planning.costs import BandwidthMonitor
+from hvd_adaptive.planning.costs import BandwidthMonitor, robust_line
 from hvd_adaptive.planning.facts import Float64s, Need, Options, StepFacts
 
 __all__ = [
@@ -131,7 +131,11 @@ class Bandwidth(BudgetOptions):
     """As many bytes as the network carries in the time that computing leaves of a step.
 
     With ``t`` the wanted seconds of a step: ``t - T_comp`` is shared by all transfers of a step. Every
-    direction that is seen has its own latency and bandwidth. Source: Kimad, section 3.1.
+    direction that is seen has its own latency and bandwidth. Source: Kimad, section 3.1. Beyond the
+    paper, ``T_comp`` is a line of the bytes, because compressing and decompressing more takes longer.
+
+    Bytes that follow the bandwidth make all transfers take as long, from which latency and bandwidth
+    cannot be told apart. So every now and then half as much is sent.
 
     The paper's workers choose each for itself, because each has a link of its own to a server. Here
     every link carries the payloads of all ranks, so a collective takes as long as its slowest link
@@ -149,6 +153,7 @@ class Bandwidth(BudgetOptions):
             first plan waits for so many.
         caution: standard errors by which the time of a byte is taken longer than estimated.
         share: of the steps that are to keep the time, in [0, 1); 0 keeps nothing free, as the paper.
+        probe: every so manieth plan is given half of the bytes, at least 2; 0 for none, as the paper.
 
     Raises:
         ValueError: an option out of its range.
@@ -167,6 +172,7 @@ class Bandwidth(BudgetOptions):
     warmup: int = 20
     caution: float = 0.0
     share: float = 0.95
+    probe: int = 5
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
@@ -177,6 +183,8 @@ class Bandwidth(BudgetOptions):
             )
         if not 0 <= self.share < 1:
             raise ValueError(f"share={self.share}: write a share of the steps, in [0, 1)")
+        if self.probe < 0 or self.probe == 1:
+            raise ValueError(f"probe={self.probe}: write a number of plans, at least 2, or 0 for none")
         super().__post_init__()
 
     def budget(self, ranks: int = 1) -> Budget:
@@ -185,7 +193,11 @@ class Bandwidth(BudgetOptions):
         return BandwidthBudget(self)
 
 
-_MARGIN_STEP = 0.05
+_REMEMBERED = 300
+"""Steps from which it is told how long a byte takes to be compressed and decompressed."""
+_HALF_LIFE = 3.0
+"""Of a monitor, in steps: a step is one transfer, of all of its collectives."""
+_MARGIN_STEP = 0.1
 """By how much a step that takes too long widens the margin."""
 _MOST_MARGIN = 0.9
 """With more, bytes would be too few to tell the bandwidth by."""
@@ -198,7 +210,10 @@ class BandwidthBudget(Budget):
 
     def __init__(self, options: Bandwidth) -> None:
         self._options = options
-        self._computing: deque[float] = deque(maxlen=options.warmup)
+        self._computing: deque[tuple[float, float]] = deque(maxlen=max(options.warmup, _REMEMBERED))
+        """Bytes sent and seconds of computing."""
+        self._byte_work = 0.0
+        """Seconds of computing that a byte takes: to be compressed and decompressed."""
         self._margin = 0.0
         """Share of the time left by computing that is kept free."""
         self._granted = 0
@@ -210,8 +225,10 @@ class BandwidthBudget(Budget):
 
     def observe(self, facts: StepFacts) -> None:
         """Every transfer goes to its direction's monitor."""
-        if facts.compute_seconds is not None:
-            self._computing.append(float(facts.compute_seconds))
+        if facts.compute_seconds is not None and facts.transfers:
+            directions = {transfer.direction for transfer in facts.transfers}
+            nbytes = sum(transfer.nbytes for transfer in facts.transfers) / len(directions)
+            self._computing.append((nbytes, float(facts.compute_seconds)))
         # a second allowance is asked for when the first one's plan is in force
         if facts.seconds is not None and self._granted > 1:
             late = facts.seconds > self._options.seconds
@@ -222,7 +239,7 @@ class BandwidthBudget(Budget):
         for transfer in facts.transfers:
             direction = transfer.direction
             self._count[direction] = self._count.get(direction, 0) + 1
-            monitor = self._monitors.setdefault(direction, BandwidthMonitor())
+            monitor = self._monitors.setdefault(direction, BandwidthMonitor(_HALF_LIFE))
             monitor.observe(transfer.nbytes, transfer.seconds)
 
     @property
@@ -235,9 +252,8 @@ class BandwidthBudget(Budget):
     def allow(self, table: Table) -> Allowance:
         """Bytes that make all directions' times add up to what computing leaves."""
         del table
-        computing = float(np.median(self._computing))
-        fixed, slope = computing, 0.0
-        self._report = {"compute_seconds": computing, "margin": self._margin}
+        fixed, slope = self._work()
+        self._report = {"compute_seconds": fixed, "margin": self._margin}
         for direction, monitor in sorted(self._monitors.items()):
             rate = monitor.estimate()
             fixed += self._count.get(direction, 0) * rate.latency
@@ -249,7 +265,21 @@ class BandwidthBudget(Budget):
         left = max(0.0, self._options.seconds - fixed) * (1 - self._margin)
         self._report["communication_seconds"] = left
         self._line, self._granted = (fixed, slope), self._granted + 1
-        return Allowance(max_bytes=left / slope)
+        probes = self._options.probe and self._granted % self._options.probe == 0
+        return Allowance(max_bytes=left / slope / (2 if probes else 1))
+
+    def _work(self) -> tuple[float, float]:
+        """Seconds of computing: those that bytes do not change, and those of a byte.
+
+        As latency, the second hardly changes and is told by steps of different sizes.
+        """
+        nbytes, seconds = np.array(self._computing).T
+        _, slope = robust_line(nbytes, seconds)
+        if not math.isnan(slope):
+            self._byte_work = max(0.0, slope)
+        latest = slice(-self._options.warmup, None)
+        fixed = np.median(seconds[latest] - self._byte_work * nbytes[latest])
+        return max(0.0, float(fixed)), self._byte_work
 
     def seconds(self, nbytes: float) -> float | None:
         """By the bandwidths of the last allowance."""
@@ -263,7 +293,8 @@ class BandwidthBudget(Budget):
         """Times and samples."""
         monitors = {direction: monitor.state_dict() for direction, monitor in self._monitors.items()}
         return {
-            "computing": list(self._computing),
+            "computing": [list(each) for each in self._computing],
+            "byte_work": self._byte_work,
             "count": dict(self._count),
             "monitors": monitors,
             "margin": self._margin,
@@ -274,13 +305,16 @@ class BandwidthBudget(Budget):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self._computing.clear()
-        self._computing.extend(float(seconds) for seconds in state["computing"])
+        self._computing.extend(
+            (float(nbytes), float(seconds)) for nbytes, seconds in state["computing"]
+        )
+        self._byte_work = float(state["byte_work"])
         self._count, self._granted = dict(state["count"]), int(state["granted"])
         self._margin = float(state["margin"])
         self._line = None if state["line"] is None else (state["line"][0], state["line"][1])
         self._monitors = {}
         for direction, samples in state["monitors"].items():
-            self._monitors[direction] = BandwidthMonitor()
+            self._monitors[direction] = BandwidthMonitor(_HALF_LIFE)
             self._monitors[direction].load_state_dict(samples)
 
 

@@ -243,15 +243,14 @@ class Rate:
 class BandwidthMonitor:
     """Latency and bandwidth of single collectives, as they are now.
 
-    A sample's weight halves with every ``half_life`` further samples, so a change of rate is followed
-    within two and a half half-lives. The fit is by least absolute error of the logarithm, over all
-    lines through two samples or through the origin, so samples that were delayed by something else do
-    not move it; one weighted least squares fit around it (Tukey's biweight) then uses the good samples
-    fully.
-    Latency is fitted only where it explains the samples better than none: where all have one size it
-    is 0. Where all recent ones are small, latency and bandwidth cannot be told apart.
+    The bandwidth may change at any time: a sample's weight in it halves with every ``half_life``
+    further samples, so a change is followed within two and a half half-lives. The latency hardly
+    changes: it is the median of what all pairs of neighbouring samples of different sizes say, of a
+    window that is much longer. While all have one size it stays what it was, which is 0 at first.
+    Neither is moved by samples that were delayed by something else: the bandwidth is a weighted median,
+    refined by one weighted least squares fit around it (Tukey's biweight).
 
-    Cost: O(1) a sample; O(window**3) numpy operations an estimate (about 2 ms).
+    Cost: O(1) a sample; O(window**2) numpy operations an estimate (some milliseconds).
 
     Args:
         half_life: in samples.
@@ -266,9 +265,10 @@ class BandwidthMonitor:
         (100000000, 0.001)
     """
 
-    def __init__(self, half_life: float = 8.0, window: int = 40) -> None:
+    def __init__(self, half_life: float = 8.0, window: int = 300) -> None:
         self._half_life = half_life
         self._samples: deque[tuple[float, float]] = deque(maxlen=window)
+        self._latency = 0.0
 
     def observe(self, nbytes: float, seconds: float) -> None:
         """Add a collective; ValueError unless both are positive and finite."""
@@ -290,77 +290,80 @@ class BandwidthMonitor:
         if not self.ready:
             raise ValueError(f"an estimate needs two transfers, and there are {len(self._samples)}")
         nbytes, seconds = np.array(self._samples).T
+        latency, _ = robust_line(nbytes, seconds)
+        if not math.isnan(latency):
+            self._latency = max(0.0, latency)
         weights = 0.5 ** (np.arange(len(nbytes))[::-1] / self._half_life)
-        # in units of the medians, so that nothing depends on scale
-        unit, tick = float(np.median(nbytes)), float(np.median(seconds))
-        line, error = _robust_line(nbytes / unit, seconds / tick, weights)
-        return Rate(
-            float(line[0] * tick),
-            float(line[1] * tick / unit),
-            error * tick / unit,
-            len(nbytes),
-        )
+        # a sample that took less than the latency still took some time for its bytes
+        rest = np.maximum(seconds - self._latency, _LEAST * seconds)
+        # the errors of times are in proportion to the whole of them
+        slope, error = _slope(nbytes, rest, weights * (rest / seconds) ** 2)
+        return Rate(self._latency, slope, error if len(nbytes) > 2 else math.inf, len(nbytes))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""
-        return {"samples": [list(sample) for sample in self._samples]}
+        return {"latency": self._latency, "samples": [list(sample) for sample in self._samples]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
+        self._latency = float(state["latency"])
         self._samples.clear()
         self._samples.extend((float(nbytes), float(seconds)) for nbytes, seconds in state["samples"])
 
 
-_GAIN = 0.9
-"""A latency is believed if it lowers the absolute error to this share at least."""
+_LEAST = 0.1
+"""Share of a transfer's seconds that its bytes take at least."""
+_REACH = 4
+"""Samples up to so far apart are compared: the bandwidth is then much the same."""
+_APART = 1.25
+"""Sizes are different if one is so many times the other."""
 
 
-def _robust_line(x: Float64s, y: Float64s, weights: Float64s) -> tuple[Float64s, float]:
-    """Intercept and slope of ``y``, and the slope's standard error."""
-    flat = np.stack([np.zeros(len(x)), y / x], axis=1)
+def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
+    """Intercept and slope of ``y``, a series in time whose slope and intercept may drift.
+
+    Weighted medians of the lines through neighbours whose ``x`` differ; the weights are inverse errors
+    where those of ``y`` are in proportion to it. Source: Theil and Sen's estimator, of neighbours.
+
+    Args:
+        x: ``float64[N]``, positive.
+        y: ``float64[N]``.
+
+    Returns:
+        NaN where no neighbours differ by a quarter.
+
+    Example:
+        >>> x = np.array([1.0, 2.0, 4.0, 8.0])
+        >>> robust_line(x, 3 + 0.5 * x)
+        (3.0, 0.5)
+        >>> robust_line(np.ones(4), np.ones(4))
+        (nan, nan)
+    """
     i, j = np.triu_indices(len(x), 1)
-    apart = x[i] != x[j]
-    i, j = i[apart], j[apart]
-    slopes = (y[j] - y[i]) / (x[j] - x[i])
-    steep = np.stack([y[i] - slopes * x[i], slopes], axis=1)
-    steep = steep[(steep[:, 0] > 0) & (steep[:, 1] > 0)]
-    origin, origin_loss = _best_line(flat, x, y, weights)
-    line, loss = _best_line(steep, x, y, weights) if len(steep) else (origin, math.inf)
-    if loss < _GAIN * origin_loss:
-        return _refine(line, x, y, weights, with_intercept=True)
-    return _refine(origin, x, y, weights, with_intercept=False)
+    near = (j - i <= _REACH) & (np.maximum(x[i], x[j]) >= _APART * np.minimum(x[i], x[j]))
+    i, j = i[near], j[near]
+    if not len(i):
+        return math.nan, math.nan
+    run, rise = x[j] - x[i], y[j] - y[i]
+    slopes, errors = rise / run, np.hypot(y[i], y[j]) / np.abs(run)
+    intercepts, misses = y[i] - slopes * x[i], np.hypot(y[i] * x[j], y[j] * x[i]) / np.abs(run)
+    return _weighted_median(intercepts, 1 / misses), _weighted_median(slopes, 1 / errors)
 
 
-def _best_line(lines: Float64s, x: Float64s, y: Float64s, weights: Float64s) -> tuple[Float64s, float]:
-    """Of several lines, that of least absolute error of the logarithm, and that error."""
-    losses = np.abs(np.log(y / (lines[:, :1] + lines[:, 1:] * x))) @ weights
-    best = int(losses.argmin())
-    return lines[best], float(losses[best])
-
-
-def _refine(
-    line: Float64s, x: Float64s, y: Float64s, weights: Float64s, with_intercept: bool
-) -> tuple[Float64s, float]:
-    """Weighted least squares around a line, of relative residuals, without what lies far off."""
-    predicted = line[0] + line[1] * x
-    residuals = y / predicted - 1
+def _slope(x: Float64s, y: Float64s, weights: Float64s) -> tuple[float, float]:
+    """Of a line through the origin, and its standard error: infinite where it cannot be told."""
+    slope = _weighted_median(y / x, weights)
+    residuals = y / (slope * x) - 1
     scale = max(1.4826 * _weighted_median(np.abs(residuals), weights), 1e-9)
     u = np.clip(np.abs(residuals) / (7.0 * scale), 0, 1)
     w = weights * (1 - u**2) ** 2
-    rows = np.column_stack([np.ones(len(x)), x])[:, not with_intercept :] / predicted[:, None]
-    target = y / predicted
-    inverse = np.linalg.pinv(rows.T @ (rows * w[:, None]))
-    solution = inverse @ (rows.T @ (w * target))
-    if solution.min() <= 0:
-        return line, math.inf
+    change = float(w @ residuals / w.sum())
     # the weights count samples and are no precisions: hence the sandwich, with leverages (HC3)
-    leverage = np.einsum("ij,jk,ik,i->i", rows, inverse, rows, w)
-    if leverage.max() > 1 - 1e-9:
-        return line, math.inf
-    scores = rows * (w * (target - rows @ solution) / (1 - leverage))[:, None]
-    error = math.sqrt((inverse @ scores.T @ scores @ inverse)[-1, -1])
-    fitted = solution if with_intercept else np.array([0.0, solution[0]])
-    return fitted, error
+    leverage = w / w.sum()
+    if change <= -1 or leverage.max() > 1 - 1e-9:
+        return slope, math.inf
+    scores = leverage * (residuals - change) / (1 - leverage)
+    return slope * (1 + change), slope * float(np.sqrt(scores @ scores))
 
 
 def _weighted_median(numbers: Float64s, weights: Float64s) -> float:

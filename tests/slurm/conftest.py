@@ -5,7 +5,6 @@ Plain pytest installs nothing. HVA_INSTALL_SLURM=1, or CI=true, has Debian's Slu
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import os
 import signal
@@ -13,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from cluster import Lab, why_not
+from idx_files import write_idx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,13 +45,8 @@ def write_images(folder: Path) -> None:
         rows = np.arange(28) * 10 // 28
         bright = 160 * (rows == labels[:, None])
         images = random.integers(0, 90, (count, 28, 28)) + bright[:, :, None]
-        _write_idx(folder / f"{part}-images-idx3-ubyte.gz", images)
-        _write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)
-
-
-def _write_idx(path: Path, array: np.ndarray[Any, Any]) -> None:
-    header = bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes()
-    path.write_bytes(gzip.compress(header + array.astype(np.uint8).tobytes(), 1))
+        write_idx(folder / f"{part}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)
 
 
 @pytest.fixture(scope="session")
