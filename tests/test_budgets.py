@@ -84,7 +84,7 @@ def test_two_directions_share_the_time() -> None:
 
 
 def test_the_budget_follows_the_bandwidth() -> None:
-    budget = Bandwidth(seconds=0.5, warmup=1).budget()
+    budget = Bandwidth(seconds=0.5, warmup=1, probe=0).budget()
     granted = []
     for step in range(60):
         rate = 1e6 if (step // 20) % 2 == 0 else 1e5

@@ -135,7 +135,7 @@ class Bandwidth(BudgetOptions):
     paper, ``T_comp`` is a line of the bytes, because compressing and decompressing more takes longer.
 
     Bytes that follow the bandwidth make all transfers take as long, from which latency and bandwidth
-    cannot be told apart. So every now and then half as much is sent.
+    cannot be told apart. So the second plan and one every now and then are given half as much.
 
     The paper's workers choose each for itself, because each has a link of its own to a server. Here
     every link carries the payloads of all ranks, so a collective takes as long as its slowest link
@@ -265,7 +265,8 @@ class BandwidthBudget(Budget):
         left = max(0.0, self._options.seconds - fixed) * (1 - self._margin)
         self._report["communication_seconds"] = left
         self._line, self._granted = (fixed, slope), self._granted + 1
-        probes = self._options.probe and self._granted % self._options.probe == 0
+        probe = self._options.probe
+        probes = probe and self._granted % probe == 2 % probe
         return Allowance(max_bytes=left / slope / (2 if probes else 1))
 
     def _work(self) -> tuple[float, float]:
