@@ -305,7 +305,10 @@ def planning_cost() -> str:
         [
             name,
             f"{row['step ms']:.0f} ms",
-            *(f"{100 * row[key]:+.2f} %" for key in ("measuring", "changing", "other steps", "total")),
+            *(
+                f"{100 * row[key]:+.2f} %"
+                for key in ("measuring", "changing", "planning", "other steps", "two without")
+            ),
         ]
         for name, row in figures["cases"].items()
     ]
@@ -314,11 +317,13 @@ def planning_cost() -> str:
         "step",
         "measuring",
         "changes of plan",
+        "both",
         "other steps",
-        "in all",
+        "two runs without",
     ]
     return (
-        "What a planner adds to a step, in turn within one run. "
+        "What a planner adds to a training, in turn within one run; other steps differ by the plan's "
+        "levels and by noise, which two runs without a planner show. "
         f"{source('planning_cost', figures)}\n\n{table(heading, rows)}"
     )
 
