@@ -338,6 +338,8 @@ def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
         (3.0, 0.5)
         >>> robust_line(np.ones(4), np.ones(4))
         (nan, nan)
+        >>> robust_line(x, np.zeros(4))
+        (0.0, 0.0)
     """
     i, j = np.triu_indices(len(x), 1)
     near = (j - i <= _REACH) & (np.maximum(x[i], x[j]) >= _APART * np.minimum(x[i], x[j]))
@@ -345,8 +347,12 @@ def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
     if not len(i):
         return math.nan, math.nan
     run, rise = x[j] - x[i], y[j] - y[i]
-    slopes, errors = rise / run, np.hypot(y[i], y[j]) / np.abs(run)
-    intercepts, misses = y[i] - slopes * x[i], np.hypot(y[i] * x[j], y[j] * x[i]) / np.abs(run)
+    slopes = rise / run
+    # nothing is without error, not even two zeros
+    noise = np.maximum(np.abs(y), 1e-9 * np.abs(y).max() or 1.0)
+    errors = np.hypot(noise[i], noise[j]) / np.abs(run)
+    misses = np.hypot(noise[i] * x[j], noise[j] * x[i]) / np.abs(run)
+    intercepts = y[i] - slopes * x[i]
     return _weighted_median(intercepts, 1 / misses), _weighted_median(slopes, 1 / errors)
 
 
