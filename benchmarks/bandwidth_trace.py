@@ -304,14 +304,12 @@ def rows_of(cells: Mapping[str, Any]) -> list[list[object]]:
     return rows
 
 
-def show(cells: Mapping[str, Any]) -> None:
-    """Both tables, and the paper's numbers beside."""
-    followed_rows: list[list[object]] = [
-        ["", "slowest link", "followed after", "error, median", "error, worst"]
-    ]
+def monitor_rows(cells: Mapping[str, Any]) -> list[list[object]]:
+    """The table of what was estimated where rates are known."""
+    rows: list[list[object]] = [["", "slowest link", "followed after", "error, median", "error, worst"]]
     for name in (name for name in cells if not CELLS[name].pattern):
         for part in segments(name, cells[name]):
-            followed_rows.append(
+            rows.append(
                 [
                     name,
                     f"{part['rate']} Mbit/s",
@@ -319,7 +317,12 @@ def show(cells: Mapping[str, Any]) -> None:
                     *("-" if part[key] is None else f"{part[key]:+.1%}" for key in ("error", "worst")),
                 ]
             )
-    for rows in (followed_rows, rows_of(cells)):
+    return rows
+
+
+def show(cells: Mapping[str, Any]) -> None:
+    """Both tables, and the paper's numbers beside."""
+    for rows in (monitor_rows(cells), rows_of(cells)):
         if len(rows) > 1:
             print(report.table(rows) + "\n")
     if {"kimad", "ef21"} <= set(cells):

@@ -330,7 +330,7 @@ def planning_cost() -> str:
 
 def bandwidth() -> str:
     """Kimad under a changing rate."""
-    from bandwidth_trace import rows_of, seconds_ratio
+    from bandwidth_trace import monitor_rows, rows_of, seconds_ratio
 
     figures = load("bandwidth_trace")
     cells = figures["cells"]
@@ -343,7 +343,9 @@ def bandwidth() -> str:
     return (
         f"Kimad with {figures['settings']['seconds']:g} s for a step, {figures['settings']['hosts']} "
         f"hosts, rates `{figures['settings']['trace']}`; `ef21` at a fixed density sends as many bytes."
-        f"{compared} {source('bandwidth_trace', figures)}\n\n{_of_rows(rows_of(cells))}"
+        f"{compared} {source('bandwidth_trace', figures)}\n\n{_of_rows(rows_of(cells))}\n\n"
+        "The estimate of the bandwidth against what TCP gets of the slowest link, from the start and "
+        f"after changes of rate (`uneven`: three links have 200 Mbit/s):\n\n{_of_rows(monitor_rows(cells))}"
     )
 
 
