@@ -345,7 +345,8 @@ def bandwidth() -> str:
         f"hosts, rates `{figures['settings']['trace']}`; `ef21` at a fixed density sends as many bytes."
         f"{compared} {source('bandwidth_trace', figures)}\n\n{_of_rows(rows_of(cells))}\n\n"
         "The estimate of the bandwidth against what TCP gets of the slowest link, from the start and "
-        f"after changes of rate (`uneven`: three links have 200 Mbit/s):\n\n{_of_rows(monitor_rows(cells))}"
+        "after changes of rate (`uneven`: three links have 200 Mbit/s):\n\n"
+        f"{_of_rows(monitor_rows(cells))}"
     )
 
 

@@ -710,40 +710,46 @@ def quantize_decompress_add_(
 # --- errors --------------------------------------------------------------------------------------
 
 
-@_kernel
-def _weigh_block(address, n, norm, weights):
-    """Add norm^2 for each share to its bin; returns the squared error of what saturates."""
+@_vector
+def _find_bins(address, n, norm, bins):
+    """The bin of each share; returns the squared error of what saturates."""
     a = carray(float32_pointer(address), n)
-    square = np.float64(norm) * np.float64(norm)
+    divisor = norm if norm > 0 else np.float32(1)
     beyond = 0.0
     for i in range(n):
         excess = max(np.float64(abs(a[i])) - np.float64(norm), 0.0)
         beyond += excess * excess
-        share = abs(_share(a[i], norm if norm > 0 else np.float32(1)))
-        weights[float_bits(share) >> uint32(WEIGHT_SHIFT)] += square
+        bins[i] = float_bits(abs(_share(a[i], divisor))) >> uint32(WEIGHT_SHIFT)
     return beyond
 
 
 @_kernel
-def _weigh(x, n, rule, norms, weights, work):
-    """See :func:`weigh`; (what saturates; -1 where not finite). ``norms`` has room for all of them."""
+def _weigh(x, n, rule, norms, weights, bins, work):
+    """See :func:`weigh`; (what saturates; -1 where not finite). ``norms`` has room for all of them.
+
+    Bins are found block by block, by vector operations, before anything is added to them.
+    """
     block, norm, _, clip = rule
     energy, _ = _measure(x, 0, n, block, norm, clip, norms, work)
     if energy < 0.0:
         return -1.0
     beyond = 0.0
     for start in range(0, n, block):
-        beyond += _weigh_block(x + 4 * start, min(block, n - start), load_f32(norms), weights)
+        size, largest = min(block, n - start), load_f32(norms)
+        beyond += _find_bins(x + 4 * start, size, largest, bins)
+        square = np.float64(largest) * np.float64(largest)
+        for i in range(size):
+            weights[bins[i]] += square
         norms += 4
     return beyond
 
 
 def weigh(x: Tensor, rule: Rule) -> tuple[npt.NDArray[np.float64], float]:
     """See :func:`hvd_adaptive.kernels.quantize_reference.weigh`. Releases the GIL."""
-    weights = np.zeros(WEIGHT_BINS)
+    weights, bins = np.zeros(WEIGHT_BINS), np.empty(rule.block, np.uint32)
     norms = np.empty(rule.norm_bytes(x.numel()) + SLACK, np.uint8)
     work = _work.arrays(rule.block)
-    beyond = _weigh(x.data_ptr(), x.numel(), _rule(rule), norms.ctypes.data, weights, work)
+    beyond = _weigh(x.data_ptr(), x.numel(), _rule(rule), norms.ctypes.data, weights, bins, work)
     return weights, beyond if beyond >= 0 else float("nan")
 
 
