@@ -705,7 +705,8 @@ def _with_times(facts: StepFacts, traffic: Sequence[int], least: Pending) -> Ste
             Transfer(nbytes, seconds) for nbytes, seconds in spans if nbytes > 0 and seconds < np.inf
         ]
     compute_seconds = None if computing == np.inf else max(0.0, -computing)
-    return replace(facts, transfers=transfers, compute_seconds=compute_seconds)
+    nbytes = float(sum(traffic))
+    return replace(facts, nbytes=nbytes, transfers=transfers, compute_seconds=compute_seconds)
 
 
 def _known(seconds: float, waited: float) -> float:

@@ -158,7 +158,8 @@ def test_what_a_byte_takes_to_be_compressed_counts_as_what_it_takes_to_travel() 
     for step in range(20):
         nbytes = 1e5 if step % 8 < 4 else 3e5
         moved = [Transfer(nbytes, 0.02 + nbytes / 2e6)]
-        budget.observe(StepFacts(step, compute_seconds=0.1 + nbytes / 5e6, transfers=moved))
+        computing = 0.1 + nbytes / 5e6
+        budget.observe(StepFacts(step, compute_seconds=computing, nbytes=nbytes, transfers=moved))
     # of 0.5 s, 0.12 s are fixed; a byte takes 0.5 us to travel and 0.2 us to be compressed
     assert budget.allow(table()).max_bytes == pytest.approx(0.38 / 0.7e-6, rel=1e-6)
 

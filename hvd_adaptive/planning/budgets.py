@@ -225,10 +225,8 @@ class BandwidthBudget(Budget):
 
     def observe(self, facts: StepFacts) -> None:
         """Every transfer goes to its direction's monitor."""
-        if facts.compute_seconds is not None and facts.transfers:
-            directions = {transfer.direction for transfer in facts.transfers}
-            nbytes = sum(transfer.nbytes for transfer in facts.transfers) / len(directions)
-            self._computing.append((nbytes, float(facts.compute_seconds)))
+        if facts.compute_seconds is not None:
+            self._computing.append((facts.nbytes or 0.0, float(facts.compute_seconds)))
         # a second allowance is asked for when the first one's plan is in force
         if facts.seconds is not None and self._granted > 1:
             late = facts.seconds > self._options.seconds

@@ -326,11 +326,11 @@ def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
     where those of ``y`` are in proportion to it. Source: Theil and Sen's estimator, of neighbours.
 
     Args:
-        x: ``float64[N]``, positive.
+        x: ``float64[N]``, none below 0.
         y: ``float64[N]``.
 
     Returns:
-        NaN where no neighbours differ by a quarter.
+        NaN where no neighbours differ by more than a quarter.
 
     Example:
         >>> x = np.array([1.0, 2.0, 4.0, 8.0])
@@ -342,7 +342,7 @@ def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
         (0.0, 0.0)
     """
     i, j = np.triu_indices(len(x), 1)
-    near = (j - i <= _REACH) & (np.maximum(x[i], x[j]) >= _APART * np.minimum(x[i], x[j]))
+    near = (j - i <= _REACH) & (np.maximum(x[i], x[j]) > _APART * np.minimum(x[i], x[j]))
     i, j = i[near], j[near]
     if not len(i):
         return math.nan, math.nan

@@ -72,7 +72,8 @@ class StepFacts:
         energy: ``float64[L]``: squared L2 norm of each layer's gradient (without what feedback adds),
             mean over the ranks.
         learning_rate: of the optimizer.
-        transfers: its collectives.
+        nbytes: that its collectives put on this rank's link.
+        transfers: its collectives, where it is known how long they took.
         bucket_bytes: ``float64[B]``: payload of each bucket.
         sync_seconds: from the start of its first collective to the end of the last.
     """
@@ -85,6 +86,7 @@ class StepFacts:
     gains: Mapping[float, float] = field(default_factory=dict)
     energy: Float64s | None = None
     learning_rate: float | None = None
+    nbytes: float | None = None
     transfers: Sequence[Transfer] = ()
     bucket_bytes: Float64s | None = None
     sync_seconds: float | None = None
