@@ -437,7 +437,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="(results/training.json)")
     args = parser.parse_args(arguments)
     if args.quick:
-        args.only = args.only or f"model=digits,seed=0,method={ALONE}/{DENSE}/{TOPK}"
+        args.only = args.only or f"model=digits,seed=0,rate=200mbit,method={ALONE}/{DENSE}/{TOPK}"
     else:
         args.out = args.out or report.RESULTS / "training.json"
     try:

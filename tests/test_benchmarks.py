@@ -277,7 +277,7 @@ def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(tmp_path: Pa
     if reason:
         pytest.skip(reason)
     out = tmp_path / "quick.json"
-    only = "model=digits,seed=0,method=alone/stock-fp16/topk,kind=steps"
+    only = "model=digits,seed=0,rate=200mbit,method=alone/stock-fp16/topk,kind=steps"
     words = ["--quick", "--only", only, "--out", str(out)]
     command = [sys.executable, str(BENCHMARKS / "training.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

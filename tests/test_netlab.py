@@ -425,7 +425,7 @@ class TestLinks:
             ratios = [link[way] / link["shaped"] for link in links for way in ("to_host", "from_host")]
             return max(ratios, key=lambda ratio: abs(ratio - 1))
 
-        assert_rate(least_fitting, 1.0)
+        assert_rate(least_fitting, 1.0, within=0.15)  # the worst of six
 
     def test_status_names_hosts_rates_and_processes(self, lab: Lab) -> None:
         lab.start("exec", "h2", "sleep", "30")
