@@ -93,16 +93,31 @@ class Memory(ABC):
         self._buckets: tuple[Bucket, ...] = ()
 
     def attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
-        """Make buffers for ``buckets``; take from ``kept`` what belongs in them."""
+        """Make buffers for ``buckets``; take from ``kept`` what belongs in them.
+
+        Buckets whose layers stay the same keep their buffers: fresh memory costs a page fault for
+        every 4 KiB, at every change of plan.
+        """
+        places = {bucket.layers: bucket.index for bucket in self._buckets}
+        before = self._flats
         self._buckets = tuple(buckets)
-        self._flats = {}
+        self._flats = {
+            (slot, bucket.index): flat
+            for bucket in buckets
+            for (slot, index), flat in before.items()
+            if index == places.get(bucket.layers)
+        }
         for bucket in buckets:
             for slot in self.slots:
-                flat = torch.zeros(bucket.numel, dtype=self._dtype, device=bucket.device)
-                self._flats[slot, bucket.index] = flat
-                for layer, view in zip(bucket.layers, split(flat, bucket.layers), strict=True):
-                    if slot in kept.get(layer.name, {}):
-                        view.copy_(kept[layer.name].pop(slot))
+                if (slot, bucket.index) not in self._flats:
+                    flat = torch.zeros(bucket.numel, dtype=self._dtype, device=bucket.device)
+                    self._flats[slot, bucket.index] = flat
+                for layer, view in zip(bucket.layers, self.views(slot, bucket), strict=True):
+                    held = kept.get(layer.name, {}).pop(slot, None)
+                    if held is None:
+                        view.zero_()
+                    elif held.data_ptr() != view.data_ptr():
+                        view.copy_(held)
 
     def kept(self) -> Kept:
         """What is kept of each layer: views, not copies."""

@@ -35,7 +35,7 @@ from hvd_adaptive.telemetry import Meter
 
 LAG = 5
 """Steps from the trigger of a plan to the switch."""
-SAMPLES = 6
+SAMPLES = 4
 """Steps of a period on which errors are measured; the first is soon after the last plan."""
 NEW, RARE = 10, 10
 """Gains are measured on the first so many steps of new factors, then on every so manieth: they take a
