@@ -252,9 +252,10 @@ class Exchange:
         memory = self._memory[bucket.index]
         work = [_as_float32(grad) for grad in grads]
         x, adds = memory.begin(bucket, work, self._step)
-        total = x.clone()
-        torch._foreach_add_(shaped(total, bucket), _shaped_like(adds, bucket))
-        out = torch.empty_like(total)
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        kept, rests = split(x, bucket.layers), split(total, bucket.layers)
+        for rest, held, add in zip(rests, kept, adds, strict=True):
+            torch.add(held, add.view(-1), out=rest)
         running = [_linear(part).rounds(self._batch(bucket, part, total, out)) for part in bucket.parts]
         pending = [next(each) for each in running]
         rounds: list[Rounds | None] = [*running]
@@ -265,7 +266,6 @@ class Exchange:
             pending = _advance(rounds, pending, reduced)
         outs = split(out, bucket.layers)
         good = [all_finite(each) for each in outs]
-        kept, rests = split(x, bucket.layers), split(total, bucket.layers)
         for part in (part for part in bucket.parts if part.keeps):
             for position in (each for each in range(part.start, part.stop) if good[each]):
                 kept[position].copy_(rests[position])
@@ -433,11 +433,6 @@ def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """Views of the bucket's layers in ``flat``, in their shapes."""
     views = split(flat, bucket.layers)
     return [view.view(layer.shape) for view, layer in zip(views, bucket.layers, strict=True)]
-
-
-def _shaped_like(tensors: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
-    """Views of the tensors in their layers' shapes."""
-    return [tensor.view(layer.shape) for tensor, layer in zip(tensors, bucket.layers, strict=True)]
 
 
 def _linear(part: Part) -> LinearCompressor:
