@@ -25,7 +25,7 @@ from torch import Tensor
 from hvd_adaptive.channel import Channel, Pending
 from hvd_adaptive.compressors import Compressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, Level
-from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of
+from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of, sizes_of
 from hvd_adaptive.exchange import Trip
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import DENSE, Facts, Need, Recipe, StepFacts, Table, Transfer
@@ -54,17 +54,25 @@ class _Row:
     default: int
     link_bytes: Float64s
     dense_link_bytes: float
-    errors: Float64s
-    """Sum over the samples: squared error of every candidate, and the gradient's energy."""
+    sums: Float64s
+    """Of the samples: the candidates' squared errors, the energy, and the bytes of those that vary."""
     samples: int = 0
     total: Tensor | None = None
-    """Sum of the gradients, where they are accumulated; then nothing is in ``errors``."""
+    """Sum of the gradients, where they are accumulated; then nothing is in ``sums``."""
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
 
-    def sample(self, grad: Tensor, energy: float, states: Mapping[Compressor, CodecState]) -> None:
-        """Measure one gradient."""
-        self.errors[:-1] += errors_of(grad, self.layer, self.candidates, states)
-        self.errors[-1] += energy
+    @property
+    def varying(self) -> list[int]:
+        """The candidates whose bytes depend on the data."""
+        return [i for i, each in enumerate(self.candidates) if each.compressor.size_varies]
+
+    def sample(
+        self, grad: Tensor, x: Tensor, energy: float, states: Mapping[Compressor, CodecState]
+    ) -> None:
+        """Measure the errors of one gradient, and the bytes of what is compressed."""
+        errors = errors_of(grad, self.layer, self.candidates, states)
+        sizes = sizes_of(x, self.layer, [self.candidates[index] for index in self.varying])
+        self.sums += np.concatenate([errors, [energy], sizes])
         self.samples += 1
 
     def accumulate(self, grad: Tensor) -> None:
@@ -73,18 +81,18 @@ class _Row:
         self.samples += 1
 
     def take(self, states: Mapping[Compressor, CodecState]) -> Float64s:
-        """Mean error of every candidate, and energy; zeros where nothing finite was seen."""
+        """The means of what is in ``sums``; zeros where nothing finite was seen."""
         if self.total is not None:
             mean = self.total.div_(self.samples)
             self.forget()
-            self.sample(mean, float(mean @ mean), states)
-        measured = self.errors / max(1, self.samples)
+            self.sample(mean, mean, float(mean @ mean), states)
+        measured = self.sums / max(1, self.samples)
         self.forget()
         return measured
 
     def forget(self) -> None:
         """Begin anew."""
-        self.errors, self.samples, self.total = np.zeros_like(self.errors), 0, None
+        self.sums, self.samples, self.total = np.zeros_like(self.sums), 0, None
 
 
 Assignment: TypeAlias = tuple[Compressor | None, Level]
@@ -192,7 +200,9 @@ class Pilot:
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
         sizes = np.array([link_bytes(row, layer, self._ranks) for row in candidates])
         dense = on_link(layer.nbytes, Collective.REDUCE, self._ranks)
-        return _Row(layer, own, candidates, default, sizes, dense, np.zeros(len(candidates) + 1))
+        varying = sum(each.compressor.size_varies for each in candidates)
+        sums = np.zeros(len(candidates) + 1 + varying)
+        return _Row(layer, own, candidates, default, sizes, dense, sums)
 
     def renounce(self) -> None:
         """Layers no longer do what the last plan gives them."""
@@ -224,7 +234,8 @@ class Pilot:
     @property
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
-        return bool(self._needs & {Need.GAINS, Need.GAINS_FIRST})
+        varies = any(row.varying for row in self._rows.values())
+        return varies or bool(self._needs & {Need.GAINS, Need.GAINS_FIRST})
 
     def watches(self, step: int) -> bool:
         """Whether :meth:`measure` wants to see the layers of this step."""
@@ -255,7 +266,7 @@ class Pilot:
         if self.samples(step) and self.recipe.accumulate:
             row.accumulate(grad)
         elif self.samples(step):
-            row.sample(grad, energy, self._states)
+            row.sample(grad, x, energy, self._states)
         self._energy[layer.name] = energy
         if self._factors and self._measures_gains(step):
             self._measure_gains(row, x)
@@ -273,16 +284,18 @@ class Pilot:
     def _at_factors(self, row: _Row) -> list[int]:
         """The candidate at each factor; looked up once for the same factors."""
         if row.at_factors is None or row.at_factors[0] != self._factors:
-            static = self._make_table([row], [np.zeros(len(row.candidates))])
+            static = self._make_table([row], [np.zeros(len(row.candidates))], [row.link_bytes])
             places = [int(static.at_factor(factor)[0]) for factor in self._factors]
             row.at_factors = (self._factors, places)
         return row.at_factors[1]
 
-    def _make_table(self, rows: Sequence[_Row], errors: Sequence[Float64s]) -> Table:
+    def _make_table(
+        self, rows: Sequence[_Row], errors: Sequence[Float64s], sizes: Sequence[Float64s]
+    ) -> Table:
         return Table.of(
             [row.layer.name for row in rows],
             errors,
-            [row.link_bytes for row in rows],
+            sizes,
             [[label(candidate) for candidate in row.candidates] for row in rows],
             [row.default for row in rows],
             [row.dense_link_bytes for row in rows],
@@ -475,16 +488,31 @@ class Pilot:
         return self.assignments() if decided["changed"] else None
 
     def _take_measured(self) -> Float64s:
-        """Of all layers, one after the other: the errors of its candidates, and its energy."""
+        """Of all layers, one after the other: what :meth:`_Row.take` gives."""
         return np.concatenate([np.zeros(0), *(row.take(self._states) for row in self._rows.values())])
 
     def _table_of(self, measured: Float64s) -> tuple[Table, Float64s]:
-        """The candidates' errors as a table, and the layers' energies."""
+        """The candidates' errors and bytes as a table, and the layers' energies."""
         rows = list(self._rows.values())
-        ends = np.cumsum([len(row.errors) for row in rows], dtype=np.int64)
-        parts = np.split(measured, ends[:-1])
-        table = self._make_table(rows, [part[:-1] for part in parts[: len(rows)]])
-        return table, measured[ends - 1]
+        ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
+        parts = np.split(measured, ends[:-1])[: len(rows)]
+        counts = [len(row.candidates) for row in rows]
+        errors = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        energies = [part[count] for part, count in zip(parts, counts, strict=True)]
+        sizes = [
+            self._link_bytes(row, part[count + 1 :])
+            for row, part, count in zip(rows, parts, counts, strict=True)
+        ]
+        return self._make_table(rows, errors, sizes), np.array(energies)
+
+    def _link_bytes(self, row: _Row, measured: Float64s) -> Float64s:
+        """Of a layer's candidates: those that vary as they were measured, where they were."""
+        sizes = row.link_bytes.copy()
+        for index, payload in zip(row.varying, measured, strict=True):
+            if payload > 0:
+                collective = row.candidates[index].compressor.collective
+                sizes[index] = on_link(payload, collective, self._ranks)
+        return sizes
 
     def _bucket_array(self) -> Any:
         return np.array([self._buckets[name] for name in self._rows], dtype=np.int64)
@@ -514,7 +542,7 @@ class Pilot:
             "table": None if self._table is None else self._table.tolist(),
             "sampled": self._sampled,
             "measured": {
-                name: [row.errors.tolist(), row.samples, _copy(row.total)]
+                name: [row.sums.tolist(), row.samples, _copy(row.total)]
                 for name, row in self._rows.items()
             },
         }
@@ -556,8 +584,8 @@ class Pilot:
         self._levels = dict(state["levels"])
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         for name, row in self._rows.items():
-            errors, row.samples, total = state["measured"][name]
-            row.errors, row.total = np.array(errors), _copy(total)
+            sums, row.samples, total = state["measured"][name]
+            row.sums, row.total = np.array(sums), _copy(total)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

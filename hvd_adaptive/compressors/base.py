@@ -30,6 +30,7 @@ Level: TypeAlias = float
 """How hard to compress: density for sparsifiers, bits for casts and quantizers, rank for low rank."""
 
 Float64s: TypeAlias = npt.NDArray[np.float64]
+Int64s: TypeAlias = npt.NDArray[np.int64]
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -124,6 +125,8 @@ class Compressor(ABC):
     """True if a payload holds some of the elements and leaves the others as they are."""
     whole_model: ClassVar[bool] = False
     """True if all layers are compressed together, whatever a bucket's size."""
+    size_varies: ClassVar[bool] = False
+    """True if the data decide how many elements a level sends: then :meth:`sizes` tells the bytes."""
 
     @property
     @abstractmethod
@@ -203,7 +206,16 @@ class Compressor(ABC):
 
     @abstractmethod
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
-        """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it)."""
+        """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it, unless
+        ``size_varies``)."""
+
+    def sizes(self, x: Tensor, levels: Sequence[Level], *, shape: Shape | None = None) -> Int64s:
+        """Bytes that ``x`` (float32, 1-D) sends at each of ``levels`` (at most; close to it).
+
+        Returns:
+            ``int64[levels]``; :meth:`wire_bytes` unless ``size_varies``.
+        """
+        return np.array([self.wire_bytes(x.numel(), level, shape=shape) for level in levels])
 
 
 class MultiLevel(ABC):

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import CodecState, Compressor, Float64s, Level
+from hvd_adaptive.compressors.base import CodecState, Compressor, Float64s, Int64s, Level
 from hvd_adaptive.layers import Layer
 
 
@@ -70,12 +69,22 @@ def errors_of(
     return errors
 
 
+def sizes_of(x: Tensor, layer: Layer, candidates: Sequence[Candidate]) -> Int64s:
+    """Bytes of every candidate, ``int64[C]``; arguments as of :func:`errors_of`."""
+    sizes = np.zeros(len(candidates), np.int64)
+    for compressor in dict.fromkeys(row.compressor for row in candidates):
+        mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
+        levels = [candidates[index].level for index in mine]
+        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape)
+    return sizes
+
+
 def table_of(
     x: Tensor,
     layer: Layer,
     candidates: Sequence[Candidate],
     states: Mapping[Compressor, CodecState] | None = None,
-) -> tuple[Float64s, npt.NDArray[np.int64]]:
+) -> tuple[Float64s, Int64s]:
     """Errors and bytes of every candidate; arguments as of :func:`errors_of`.
 
     Returns:
@@ -90,8 +99,7 @@ def table_of(
         >>> errors.round(3).tolist(), sizes.tolist()
         ([0.0, 0.0, 0.0], [16384, 1024, 512])
     """
-    sizes = np.array([_bytes_of(row, layer) for row in candidates], dtype=np.int64)
-    return errors_of(x, layer, candidates, states), sizes
+    return errors_of(x, layer, candidates, states), sizes_of(x, layer, candidates)
 
 
 def _bytes_of(row: Candidate, layer: Layer) -> int:

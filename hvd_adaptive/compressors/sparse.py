@@ -7,7 +7,7 @@ All of them send the largest elements; what differs is the rule for how many (se
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, final
@@ -21,6 +21,7 @@ from hvd_adaptive.compressors.base import (
     CodecState,
     Float64s,
     GatheredCompressor,
+    Int64s,
     LayerStats,
     Level,
     MultiLevel,
@@ -32,8 +33,6 @@ from hvd_adaptive.kernels import Rule
 from hvd_adaptive.kernels.reference import INF, counts_from_above, dgc_count, redsync_count
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import ValueFormat, WireError
-
-Int64s = npt.NDArray[np.int64]
 
 
 class SparseCompressor(GatheredCompressor, MultiLevel):
@@ -193,19 +192,32 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         but for ``sign``, where a second pass measures it.
         """
         del shape, state
-        levels = list(levels)
         spectrum = _Spectrum(x)
         if not spectrum.finite:
             return np.full(len(levels), np.nan)
-        counts = [self.count(x.numel(), level) for level in levels]
+        return spectrum.errors(self._counts(spectrum, levels), self.format)
+
+    @final
+    def sizes(self, x: Tensor, levels: Sequence[Level], *, shape: Shape | None = None) -> Int64s:
+        """Upper bounds, for as many elements as the rule takes of ``x``; from one histogram."""
+        if not self.size_varies:
+            return super().sizes(x, levels, shape=shape)
+        spectrum, numel = _Spectrum(x), x.numel()
+        counts = self._counts(spectrum, levels) if spectrum.finite else [0] * len(levels)
+        return np.array([wire.max_sparse_bytes(numel, count, self.format) for count in counts])
+
+    @final
+    def _counts(self, spectrum: _Spectrum, levels: Sequence[Level]) -> list[int]:
+        """How many elements the rule takes at each level."""
         thresholds = self.thresholds(levels)
         if thresholds is not None:
-            counts = spectrum.threshold_counts(thresholds)
-        elif self.rule is Rule.dgc:
-            counts = spectrum.dgc_counts(counts)
-        elif self.rule is Rule.redsync:
-            counts = spectrum.redsync_counts(counts)
-        return spectrum.errors(counts, self.format)
+            return spectrum.threshold_counts(thresholds)
+        wanted = [self.count(spectrum.numel, level) for level in levels]
+        if self.rule is Rule.dgc:
+            return spectrum.dgc_counts(wanted)
+        if self.rule is Rule.redsync:
+            return spectrum.redsync_counts(wanted)
+        return wanted
 
     @final
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
@@ -380,8 +392,8 @@ class RedSync(DensityCompressor):
     largest of lowest index.
 
     Biased: use it with error feedback. Cost: two passes over the tensor. Wire: as :class:`TopK`, for up
-    to twice as many elements: how many depends on where bisection comes by, so that ``wire_bytes``, the
-    most, may be twice the bytes sent. Source: Fang et al., "RedSync" (JPDC 2019), section 5.
+    to twice as many elements: how many depends on where bisection comes by. ``wire_bytes`` is that of
+    the most, ``sizes`` tells it for a tensor. Source: Fang et al., "RedSync" (JPDC 2019), section 5.
 
     Args:
         density: least share of the elements to send, in (0, 1].
@@ -406,6 +418,7 @@ class RedSync(DensityCompressor):
 
     name = "redsync"
     rule = Rule.redsync
+    size_varies = True
 
 
 @dataclass(frozen=True)
@@ -414,9 +427,9 @@ class Threshold(SparseCompressor):
 
     Biased: use it with error feedback, which it is derived for: of all sparsifiers that send as much
     in total, the one with a constant threshold has the least total error. Cost: two passes over the
-    tensor. Wire: as :class:`TopK`; how much is not known beforehand, and ``wire_bytes`` is that of all
-    elements. Source: Sahu et al., "Rethinking
-    gradient sparsification as total error minimization" (NeurIPS 2021), section 4.
+    tensor. Wire: as :class:`TopK`; how much is not known beforehand: ``wire_bytes`` is that of all
+    elements, ``sizes`` tells it for a tensor. Source: Sahu et al., "Rethinking gradient sparsification
+    as total error minimization" (NeurIPS 2021), section 4.
 
     Args:
         threshold: least magnitude that is sent, in the units of the gradients; 0 or more.
@@ -438,6 +451,7 @@ class Threshold(SparseCompressor):
 
     name = "threshold"
     rule = Rule.threshold
+    size_varies = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold < float("inf"):
@@ -474,17 +488,13 @@ def _layer_stats(stats: Float64s) -> LayerStats:
 
 
 class _Spectrum:
-    """How many elements of a tensor reach a magnitude, and what error is left by sending the largest.
-
-    A threshold inside a bin leaves open how many of the bin's elements reach it. Where that matters,
-    the bin is refined: counted exactly in another pass.
-    """
+    """How many elements of a tensor reach a magnitude, and the error of sending only the largest."""
 
     def __init__(self, x: Tensor) -> None:
         self._x, self._kernel = x, kernels.for_device(x.device)
+        self.numel = x.numel()
         self._hist, self._total, self._energy, self._largest = self._kernel.summary(x)
         self.finite = not self._hist[INF >> 16 :].any()
-        self._fine: dict[int, npt.NDArray[np.int32]] = {}
 
     @cached_property
     def _reached(self) -> list[int]:
@@ -492,65 +502,43 @@ class _Spectrum:
         counts: list[int] = [*counts_from_above(self._hist).tolist(), 0]
         return counts
 
-    @cached_property
-    def _left(self) -> Float64s:
-        """The error if these are sent."""
-        return self.errors(self._reached, ValueFormat.fp32)
-
     def errors(self, counts: Sequence[int], values: ValueFormat) -> Float64s:
         """The squared error of sending so many of the largest elements."""
-        numel, sent = self._x.numel(), np.array(counts, dtype=np.int64)
-        errors: Float64s = self._kernel.errors_from_spectrum(self._hist, self._energy, numel, sent)
+        sent = np.array(counts, dtype=np.int64)
+        errors: Float64s = self._kernel.errors_from_spectrum(self._hist, self._energy, self.numel, sent)
         if values is ValueFormat.sign:
             errors = errors + _sign_errors(self._kernel.moments(self._x), sent)
         return errors
 
     def threshold_counts(self, thresholds: npt.NDArray[np.float32]) -> list[int]:
-        """How many elements reach each threshold: exactly wherever the error depends on it."""
+        """How many elements reach each threshold: their bins are counted exactly, in another pass."""
         bits = [max(1, int(abs(threshold).view(np.int32))) for threshold in thresholds]
-        self._refine({b >> 16 for b in bits if self._matters(b)})
-        return [self._estimate(b) for b in bits]
+        bins = sorted({b >> 16 for b in bits})
+        fine = self._kernel.refined_spectrum(self._x, np.array(bins, dtype=np.int64))
+        inside = dict(zip(bins, fine, strict=True))
+        return [self._reached[(b >> 16) + 1] + int(inside[b >> 16][b & 0xFFFF :].sum()) for b in bits]
 
     def dgc_counts(self, counts: Sequence[int]) -> list[int]:
         """How many DGC sends where so many are wanted; bins count as spread evenly."""
         sampled = counts_from_above(self._kernel.sample_spectrum(self._x))
-        return [dgc_count(sampled, self._x.numel(), k, self._estimate) for k in counts]
+        return [dgc_count(sampled, self.numel, k, self._estimate) for k in counts]
 
     def redsync_counts(self, counts: Sequence[int]) -> list[int]:
         """How many RedSync sends: its bisection, on counts."""
-        nonzeros = self._x.numel() - int(self._hist[0])
+        nonzeros = self.numel - int(self._hist[0])
         if nonzeros == 0:
             return list(counts)
-        mean = float(np.float32(self._total / self._x.numel()))
+        mean = float(np.float32(self._total / self.numel))
         return [
             redsync_count(k, mean, self._largest, self._reached.__getitem__) if 0 < k < nonzeros else k
             for k in counts
         ]
 
-    def _matters(self, bits: int) -> bool:
-        """Whether the error depends on how many of a bin's elements reach a magnitude."""
-        b = bits >> 16
-        return bits & 0xFFFF != 0 and self._left[b + 1] > 1.01 * self._left[b]
-
-    def _bounds(self, bits: int) -> tuple[int, int]:
-        """Between how many and how many elements reach a magnitude."""
-        b, inside = bits >> 16, bits & 0xFFFF
-        if b in self._fine:
-            exactly = self._reached[b + 1] + int(self._fine[b][inside:].sum())
-            return exactly, exactly
-        return self._reached[b + 1 if inside else b], self._reached[b]
-
     def _estimate(self, bits: int) -> int:
-        """How many elements reach a magnitude, those of a bin spread evenly unless it was refined."""
-        least, most = self._bounds(bits)
+        """How many elements reach a magnitude, those of a bin spread evenly."""
+        b = bits >> 16
+        least, most = self._reached[b + 1], self._reached[b]
         return least + (most - least) * (0x10000 - (bits & 0xFFFF)) // 0x10000
-
-    def _refine(self, bins: Iterable[int]) -> None:
-        """Count some bins exactly, in one pass."""
-        new = sorted(bins)
-        if new:
-            fine = self._kernel.refined_spectrum(self._x, np.array(new, dtype=np.int64))
-            self._fine.update(zip(new, fine, strict=True))
 
 
 def _sign_errors(moments: Float64s, counts: Int64s) -> Float64s:

@@ -352,6 +352,29 @@ def test_what_was_decided_can_be_seen(tmp_path: Path) -> None:
     assert all(line.split()[-1] != "-" for line in rest[:3])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("spec", ["redsync:density=0.05", "threshold:threshold=2.0"])
+def test_bytes_that_the_data_decide_are_foreseen(spec: str, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(str(tmp_path), 0)
+    telemetry = hva.Telemetry(folder, every=5)
+    model, optimizer = make("lgreco:period=60", compression=spec, telemetry=telemetry)
+    run(model, optimizer, range(200))
+    optimizer.meter.close()
+    if hvd.rank():
+        return
+    lines = [json.loads(line) for line in Path(folder, "telemetry.jsonl").read_text().splitlines()]
+    forecasts = {
+        kind: [
+            line["scalars"][f"forecast/{kind}_bytes"]
+            for line in lines
+            if f"forecast/{kind}_bytes" in line.get("scalars", {})
+        ]
+        for kind in ("predicted", "measured")
+    }
+    # what feedback adds is measured too: after the first plan it is that of the plan
+    assert forecasts["predicted"][-1] == pytest.approx(forecasts["measured"][-1], rel=0.1)
+
+
 def test_a_hybrid_plan_chooses_among_compressors() -> None:
     model, optimizer = make(
         "kimad+:period=4,seconds=0.05", candidates=["qsgd:bits=4", "powersgd:rank=2"]
