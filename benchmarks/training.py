@@ -127,19 +127,14 @@ def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Met
 
 
 INT8 = "topk:density=0.01,values=int8"
-RARELY = {**lab.RING, "HOROVOD_CYCLE_TIME": "5"}
-"""Horovod looks for work every 5 ms and not every 1, which costs less where ranks share cores."""
 METHODS = {
     ALONE: Method(("--optimizer", "stock")),
     FP16: _stock("fp16"),
-    "stock-fp16-5ms": _stock("fp16", RARELY, models=("lstm",)),
     DENSE: _stock("none"),
     "none": _own("none", heavy=True),
     "fp16": _own("fp16", heavy=True),
     TOPK: _own(INT8, warmup=0.05),
     "topk-cap6": _own(INT8, "--bucket-cap-mb", "6", models=("lstm", "mlp")),
-    "topk-5ms": _own(INT8, environment=RARELY, models=("lstm", "mlp")),
-    "topk-cap6-5ms": _own(INT8, "--bucket-cap-mb", "6", environment=RARELY, models=("lstm", "mlp")),
     "topk-fp32": _own("topk:density=0.01", warmup=0.05),
     "topk-10": _own("topk:density=0.1,values=int8", warmup=0.05),
     "powersgd": _own("powersgd:rank=4"),
@@ -344,7 +339,7 @@ def _spread(seconds: list[float]) -> dict[str, Any]:
 
 def setting(cell: Cell) -> list[str]:
     """What makes two measurements of a cell comparable."""
-    environment = METHODS[cell.method].environment
+    environment = {**lab.THREADS, **METHODS[cell.method].environment}
     return [*cell.arguments(), *(f"{name}={value}" for name, value in environment.items())]
 
 

@@ -21,7 +21,8 @@
 #     OMPI_MCA_mpi_yield_when_idle=1   more ranks than cores: a waiting rank must not keep its core
 #     OMPI_MCA_coll_tuned_*            several hosts: rings; Open MPI's defaults are far slower over TCP
 #     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
-#     HOROVOD_CYCLE_TIME               a core for each rank and one to spare: look for work more often than each ms
+#     HOROVOD_CYCLE_TIME               a core for each rank and one to spare: look for work more often than each ms;
+#                                      more ranks than cores: less often, because looking takes the cores' time
 # horovodrun passes the whole environment on to every host, and binds no rank to a core.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
@@ -82,6 +83,7 @@ set_environment() {
     set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
+        set_default HOROVOD_CYCLE_TIME 5
     elif ((local_ranks < cores)); then
         set_default HOROVOD_CYCLE_TIME 0.2
     fi
