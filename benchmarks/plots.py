@@ -28,7 +28,7 @@ COLORS = {
     "decompress": "#937860",
 }
 MEANINGS = {"communicate": "waiting for the network"}
-LINES = {DENSE: "#4c72b0", FP16: "#55a868", TOPK: "#c44e52"}
+LINES = {DENSE: "#4c72b0", FP16: "#55a868", TOPK: "#c44e52", "powersgd": "#8172b3"}
 
 
 def steps(cells: Mapping[str, Any], path: Path) -> bool:

@@ -387,7 +387,7 @@ def adaptive() -> str:
 
 def training() -> str:
     """Step time and time to accuracy on shaped networks."""
-    from training_tables import RATES, courses_rows, names, steps_rows
+    from training_tables import RATES, courses_rows, missed, names, steps_rows
 
     figures = load("training")
     cells = figures["cells"]
@@ -396,9 +396,13 @@ def training() -> str:
     tables = [_of_rows(rows) for rows in steps + courses if len(rows) > 1]
     return (
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
-        "stock Horovod with ring allreduce, its best setting here. Seconds to the target: steps to the "
-        f"target, times the median step at that rate. {source('training', figures)}\n\n"
+        "stock Horovod with ring allreduce, its best setting here; of quick steps the fastest of three "
+        "launches. Seconds to the target (what stock fp32 ends with, less half a point, or plus 1 % of "
+        "perplexity): steps to the target, times the median step at that rate; where the first steps are "
+        f"dense they cost what those of `none` do. {source('training', figures)}\n\n"
         + "\n\n".join(tables)
+        + "\n\n"
+        + _missed({"missed": missed(cells)})
     )
 
 

@@ -83,7 +83,7 @@ set_environment() {
     set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
-        set_default HOROVOD_CYCLE_TIME 5
+        set_default HOROVOD_CYCLE_TIME 10
     elif ((local_ranks < cores)); then
         set_default HOROVOD_CYCLE_TIME 0.2
     fi

@@ -80,15 +80,16 @@ def test_a_stored_cell_is_measured_again_only_with_other_settings(
 
 
 def fake_measure(*events: Any) -> Any:
-    """In place of Bench.measure: for each cell a median, or what is raised."""
+    """In place of Bench.measure: for each cell of each launch a median, or what is raised."""
     left = list(events)
 
-    def measure(bench: Any, group: Any) -> Iterator[dict[str, Any]]:
-        for _ in group:
+    def measure(bench: Any, group: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+        launches = range(training.LAUNCHES)
+        for cell in [each for number in launches for each in group if each.launches > number]:
             event = left.pop(0)
             if isinstance(event, BaseException):
                 raise event
-            yield {"median": event}
+            yield cell, {"median": event}
 
     return measure
 
@@ -98,7 +99,8 @@ def test_each_cell_is_stored_as_soon_as_it_is_measured(
 ) -> None:
     chosen = training.select("model=mlp,method=alone/stock-fp16/topk/qsgd,rate=200mbit,kind=steps")
     broken = training.lab.JobError("broke")
-    events = [broken, 0.5, 0.25, KeyboardInterrupt()]
+    # alone; then the group of the others, in three launches of which slow ones need only the first
+    events = [broken, 0.5, 0.25, 1.0, 0.125, 2.0, 0.25, KeyboardInterrupt()]
     monkeypatch.setattr(training.Bench, "measure", fake_measure(*events))
     out = tmp_path / "training.json"
     with pytest.raises(KeyboardInterrupt):
@@ -106,8 +108,10 @@ def test_each_cell_is_stored_as_soon_as_it_is_measured(
     stored = training.load(out)
     assert {key: each["median"] for key, each in stored.items()} == {
         chosen[1].key: 0.5,
-        chosen[2].key: 0.25,
+        chosen[2].key: 0.125,
+        chosen[3].key: 1.0,
     }
+    # the last was to be measured once more
     assert training.missing(chosen, stored) == [chosen[0], chosen[3]]
 
 
@@ -151,7 +155,6 @@ CELLS = {
     "steps/mlp/none/200mbit": step(2.0, 1.5),
     "steps/mlp/topk/200mbit": step(0.2, 0.1),
     "course/mlp/stock-fp32/0": course({10: 0.5, 20: 0.8, 30: 0.85}),
-    "course/mlp/stock-fp16/0": course({10: 0.5, 20: 0.8, 30: 0.846}),
     "course/mlp/topk/0": course({10: 0.7, 20: 0.849, 30: 0.84}, warmup=5),
     "course/mlp/kimad/200mbit/0": course({10: 0.7, 20: 0.8, 30: 0.86}),
     "course/mlp/qsgd/0": course({10: 0.1, 20: 0.1, 30: 0.1}),
@@ -175,10 +178,10 @@ def test_a_target_that_one_seed_misses_is_not_reached() -> None:
     cells = {
         **CELLS,
         "course/mlp/stock-fp32/1": course({10: 0.9}),
-        "course/mlp/stock-fp16/1": course({10: 0.89}),
+        "course/mlp/topk/1": course({10: 0.89}),
     }
-    assert math.isnan(tables.seconds_to_target(cells, "mlp", "stock-fp16", "200mbit"))
-    assert tables.outcome(cells, "mlp", "stock-fp16").seeds == 2
+    assert math.isnan(tables.seconds_to_target(cells, "mlp", "topk", "200mbit"))
+    assert tables.outcome(cells, "mlp", "topk").seeds == 2
 
 
 def test_perplexity_is_better_the_lower() -> None:
@@ -213,7 +216,7 @@ def test_what_is_not_measured_has_not_met_its_bar() -> None:
     missed = "\n".join(tables.missed(CELLS))
     assert "lstm, 200mbit: a step of topk is nan of alone" in missed
     assert "lstm: no courses" in missed
-    # 13 s of 30 s, and one point worse than dense.
+    # 13 s of 30 s, and one point worse than dense; qsgd is farther off, and never gets there
     assert "mlp, 200mbit: topk takes 0.43 of stock-fp16's time" in missed
     assert "mlp: topk ends 1.00 % worse than dense (1 seeds)" in missed
 
@@ -225,8 +228,12 @@ def test_bars_that_are_met_are_not_named() -> None:
         cells[f"steps/{model}/stock-fp16/200mbit"] = step(1.0)
         cells[f"steps/{model}/topk/200mbit"] = step(0.13)
         for seed in range(3):
-            for method in ("stock-fp32", "stock-fp16", "topk"):
+            for method in ("stock-fp32", "topk"):
                 cells[f"course/{model}/{method}/{seed}"] = course({10: score}, name=name)
+    assert tables.missed(cells) == []
+    # one method is enough
+    for seed in range(3):
+        cells[f"course/mlp/qsgd/{seed}"] = course({10: 0.1})
     assert tables.missed(cells) == []
 
 
