@@ -398,8 +398,8 @@ def training() -> str:
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
         "stock Horovod with ring allreduce, its best setting here; of quick steps the fastest of three "
         "launches. Seconds to the target (what stock fp32 ends with, less half a point, or plus 1 % of "
-        "perplexity): steps to the target, times the median step at that rate; where the first steps are "
-        f"dense they cost what those of `none` do. {source('training', figures)}\n\n"
+        "perplexity): steps to the target, times the median step at that rate; where the first steps "
+        f"are dense they cost what those of `none` do. {source('training', figures)}\n\n"
         + "\n\n".join(tables)
         + "\n\n"
         + _missed({"missed": missed(cells)})

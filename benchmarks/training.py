@@ -11,8 +11,8 @@ There are two kinds of cells. Each is stored as soon as it is measured, and not 
 *steps* trains for some dozens of steps on 4 hosts (launch/netlab.sh) and takes the median step after
 the first ones; of quick steps the least of three launches. The method ``alone`` is 4 runs of one rank
 that exchange nothing, at the same time on the same 4 hosts: what a step costs when communication and
-compression cost nothing. Stock Horovod and ``none`` use Open MPI's ring allreduce, which is made for large tensors;
-``-default`` is what Open MPI chooses by itself.
+compression cost nothing. Stock Horovod and ``none`` use Open MPI's ring allreduce, which is made for
+large tensors; ``-default`` is what Open MPI chooses by itself.
 
 *courses* train on 4 ranks for as many steps with each method and evaluate every so often, from 3 seeds.
 What they reach after so many steps does not depend on the network, so they are run once, without one
