@@ -401,7 +401,8 @@ def training() -> str:
         "perplexity): steps to the target, times the median step at that rate; where the first steps "
         f"are dense they cost what those of `none` do. {source('training', figures)}\n\n"
         + "\n\n".join(tables)
-        + "\n\n"
+        + "\n\n![What a step consists of](benchmarks/results/training_steps.png)\n\n"
+        + "![What training reaches, and when](benchmarks/results/training_accuracy.png)\n\n"
         + _missed({"missed": missed(cells)})
     )
 
