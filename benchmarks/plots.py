@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,19 +93,15 @@ def curves(cells: Mapping[str, Any], model: str) -> dict[str, tuple[list[float],
     found = {}
     for method in LINES:
         courses = list(tables.courses_of(cells, model, method).values())
-        first = courses[0]["evaluations"] if courses else []
+        curve = tables.mean_curve(courses) if courses else []
         times = [
             tables.seconds_of_steps(cells, model, method, RATE, each["step"], courses[0]["warmup"])
-            for each in first
+            for each in curve
         ]
         # A time that is not known is NaN, which is not more than 0.
         if times and all(time > 0 for time in times):
             name = tables.metric(courses[0])
-            scores = [
-                statistics.mean(course["evaluations"][number][name] for course in courses)
-                for number in range(len(first))
-            ]
-            found[method] = (times, scores)
+            found[method] = (times, [each[name] for each in curve])
     return found
 
 

@@ -22,10 +22,10 @@ What they reach after so many steps does not depend on the network, so they are 
 
 where the steps of the dense warm-up that a method may begin with cost what those of ``none`` cost.
 Dense gradients learn as those of stock fp32, also in fp16, and have no courses of their own. The
-target of a seed is what stock fp32 ends with from it, less half a point of accuracy or plus 1 % of
-perplexity. Kimad's course does depend on the rate: it is run on the slow network, and its own clock
-counts. How many dense steps a method begins with was chosen from another seed (``--only seed=7 --out
-tune.json``).
+target is what stock fp32 ends with, less half a point of accuracy or plus 1 % of perplexity, and it is
+the mean over the seeds that has to reach it. Kimad's course does depend on the rate: it is run on the
+slow network, and its own clock counts. How many dense steps a method begins with was chosen from
+another seed (``--only seed=7 --out tune.json``).
 """
 
 from __future__ import annotations
@@ -368,13 +368,18 @@ def missing(chosen: Sequence[Cell], done: Mapping[str, Any]) -> list[Cell]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The cells that a file holds."""
+    """The cells that a file holds, without those that were measured with other settings."""
     found: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
-    return found
+    settings = {cell.key: setting(cell) for cell in cells()}
+    return {
+        key: figures
+        for key, figures in found.items()
+        if key in settings and figures.get("setting", settings[key]) == settings[key]
+    }
 
 
 def store(done: Mapping[str, Any], path: Path, hosts: int) -> None:
-    """In the order of the tables, whatever was measured first; without what is no cell any more."""
+    """In the order of the tables, whatever was measured first."""
     places = {name: number for number, name in enumerate([*MODELS, *METHODS])}
     everything = sorted(
         set(cells()), key=lambda each: (places[each.model], places[each.method], each.key)

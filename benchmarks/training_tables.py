@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,18 +73,19 @@ class Outcome:
         score: mean of what they end with.
         loss: how much worse that is than dense: of accuracy the difference, of perplexity the share.
         seeds: compared.
-        reached: of each, the evaluation that first reached the target, and the dense warm-up's steps.
+        by_themselves: how many of them reach what dense training reaches from their own seed.
+        steps: until the mean over the seeds reaches that of dense training; NaN if it does not.
+        seconds: the same, by the courses' own clock.
+        warmup: dense steps at the start.
     """
 
     score: float
     loss: float
     seeds: int
-    reached: tuple[tuple[Mapping[str, float], int] | None, ...]
-
-    @property
-    def steps(self) -> float:
-        """To the target, mean over the seeds; NaN where one did not reach it."""
-        return _mean([each[0]["step"] if each else math.nan for each in self.reached])
+    by_themselves: int
+    steps: float
+    seconds: float
+    warmup: int
 
 
 def outcome(cells: Cells, model: str, method: str, rate: str = "") -> Outcome | None:
@@ -95,39 +96,44 @@ def outcome(cells: Cells, model: str, method: str, rate: str = "") -> Outcome | 
     if not seeds:
         return None
     name = metric(dense[seeds[0]])
-    pairs = [(mine[seed]["held_out"][name], dense[seed]["held_out"][name]) for seed in seeds]
-    means = [statistics.mean(each) for each in zip(*pairs, strict=True)]
-    reached = tuple(_first(mine[seed], dense[seed]["held_out"]) for seed in seeds)
-    loss = means[1] - means[0] if name == "accuracy" else means[0] / means[1] - 1
-    return Outcome(means[0], loss, len(seeds), reached)
+    ends = [statistics.mean(each[seed]["held_out"][name] for seed in seeds) for each in (mine, dense)]
+    curve = mean_curve([mine[seed] for seed in seeds])
+    first = next((each for each in curve if reaches(each, {name: ends[1]})), {})
+    return Outcome(
+        ends[0],
+        ends[1] - ends[0] if name == "accuracy" else ends[0] / ends[1] - 1,
+        len(seeds),
+        sum(
+            any(reaches(each, dense[seed]["held_out"]) for each in mine[seed]["evaluations"])
+            for seed in seeds
+        ),
+        first.get("step", math.nan),
+        first.get("seconds", math.nan),
+        mine[seeds[0]]["warmup"],
+    )
 
 
-def _first(
-    course: Mapping[str, Any], dense: Mapping[str, float]
-) -> tuple[Mapping[str, float], int] | None:
-    for evaluation in course["evaluations"]:
-        if reaches(evaluation, dense):
-            return evaluation, course["warmup"]
-    return None
+def mean_curve(courses: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The evaluations of several seeds' courses: mean steps, seconds and scores."""
+    figures = ("step", "seconds", metric(courses[0]))
+    return [
+        {name: statistics.mean(each[name] for each in several) for name in figures}
+        for several in zip(*(course["evaluations"] for course in courses), strict=True)
+    ]
 
 
 def seconds_to_target(cells: Cells, model: str, method: str, rate: str) -> float:
-    """Mean over the seeds; NaN where one did not reach it, or a step time is not measured.
+    """NaN where the mean over the seeds does not reach it, or a step time is not measured.
 
     Courses at this rate tell it themselves; for others it is steps to target x median step.
     """
     direct = outcome(cells, model, method, rate)
     if direct is not None:
-        return _mean([each[0]["seconds"] if each else math.nan for each in direct.reached])
+        return direct.seconds
     indirect = outcome(cells, model, method)
-    if indirect is None:
+    if indirect is None or math.isnan(indirect.steps):
         return math.nan
-    return _mean(
-        [
-            seconds_of_steps(cells, model, method, rate, each[0]["step"], each[1]) if each else math.nan
-            for each in indirect.reached
-        ]
-    )
+    return seconds_of_steps(cells, model, method, rate, indirect.steps, indirect.warmup)
 
 
 def seconds_of_steps(
@@ -140,10 +146,6 @@ def seconds_of_steps(
         return math.nan
     slow = first * float(dense["median"]) if dense else 0.0
     return slow + (steps - first) * float(step["median"])
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.mean(values) if values else math.nan
 
 
 # --- tables -------------------------------------------------------------------------------------------
@@ -233,6 +235,7 @@ def courses_rows(cells: Cells, model: str) -> Rows:
             metric(dense),
             "worse by",
             "seeds",
+            "that reach dense",
             "steps to target",
             *(f"seconds, {rate}" for rate in measured),
         ]
@@ -251,6 +254,7 @@ def courses_rows(cells: Cells, model: str) -> Rows:
                 f"{found.score:.2%}" if percent else f"{found.score:.2f}",
                 f"{100 * found.loss:+.2f}" + ("" if percent else " %"),
                 found.seeds,
+                found.by_themselves,
                 _number(found.steps, "{:.0f}"),
                 *(_number(each, "{:,.0f}") for each in seconds),
             ]
