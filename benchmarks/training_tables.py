@@ -294,11 +294,12 @@ def missed(cells: Cells) -> list[str]:
 def _missed_course(cells: Cells, model: str) -> list[str]:
     """Nothing if one of our methods meets the bars; else what the one that comes nearest misses."""
     ours = [name for name in names(cells, 2, "course") if not name.startswith("stock")]
-    found = [_missed_by(cells, model, name) for name in ours if outcome(cells, model, name)]
+    ends = {name: outcome(cells, model, name) for name in ours}
+    found = [_missed_by(cells, model, name, end) for name, end in ends.items() if end]
     return min(found, key=len, default=[f"{model}: no courses to compare with {DENSE}"])
 
 
-def _missed_by(cells: Cells, model: str, method: str) -> list[str]:
+def _missed_by(cells: Cells, model: str, method: str, ends: Outcome) -> list[str]:
     found = []
     mine, other = (seconds_to_target(cells, model, each, "200mbit") for each in (method, FP16))
     if not mine <= TARGET_BAR * other:
@@ -306,8 +307,6 @@ def _missed_by(cells: Cells, model: str, method: str) -> list[str]:
             f"{model}, 200mbit: {method} takes {mine / other:.2f} of {FP16}'s time to the target, not"
             f" {TARGET_BAR:.2f}"
         )
-    ends = outcome(cells, model, method)
-    assert ends is not None
     dense = next(iter(courses_of(cells, model, DENSE).values()))
     slack = ACCURACY_SLACK if metric(dense) == "accuracy" else PERPLEXITY_SLACK - 1
     if ends.loss > slack or ends.seeds < 3:

@@ -54,17 +54,14 @@ class _Row:
     default: int
     link_bytes: Float64s
     dense_link_bytes: float
+    varying: tuple[int, ...]
+    """The candidates whose bytes depend on the data."""
     sums: Float64s
     """Of the samples: the candidates' squared errors, the energy, and the bytes of those that vary."""
     samples: int = 0
     total: Tensor | None = None
     """Sum of the gradients, where they are accumulated; then nothing is in ``sums``."""
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
-
-    @property
-    def varying(self) -> list[int]:
-        """The candidates whose bytes depend on the data."""
-        return [i for i, each in enumerate(self.candidates) if each.compressor.size_varies]
 
     def sample(
         self, grad: Tensor, x: Tensor, energy: float, states: Mapping[Compressor, CodecState]
@@ -200,9 +197,9 @@ class Pilot:
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
         sizes = np.array([link_bytes(row, layer, self._ranks) for row in candidates])
         dense = on_link(layer.nbytes, Collective.REDUCE, self._ranks)
-        varying = sum(each.compressor.size_varies for each in candidates)
-        sums = np.zeros(len(candidates) + 1 + varying)
-        return _Row(layer, own, candidates, default, sizes, dense, sums)
+        varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
+        sums = np.zeros(len(candidates) + 1 + len(varying))
+        return _Row(layer, own, candidates, default, sizes, dense, varying, sums)
 
     def renounce(self) -> None:
         """Layers no longer do what the last plan gives them."""
@@ -496,14 +493,13 @@ class Pilot:
         rows = list(self._rows.values())
         ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
         parts = np.split(measured, ends[:-1])[: len(rows)]
-        counts = [len(row.candidates) for row in rows]
-        errors = [part[:count] for part, count in zip(parts, counts, strict=True)]
-        energies = [part[count] for part, count in zip(parts, counts, strict=True)]
-        sizes = [
-            self._link_bytes(row, part[count + 1 :])
-            for row, part, count in zip(rows, parts, counts, strict=True)
-        ]
-        return self._make_table(rows, errors, sizes), np.array(energies)
+        errors, energies, sizes = [], np.zeros(len(rows)), []
+        for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
+            count = len(row.candidates)
+            errors.append(part[:count])
+            energies[index] = part[count]
+            sizes.append(self._link_bytes(row, part[count + 1 :]))
+        return self._make_table(rows, errors, sizes), energies
 
     def _link_bytes(self, row: _Row, measured: Float64s) -> Float64s:
         """Of a layer's candidates: those that vary as they were measured, where they were."""

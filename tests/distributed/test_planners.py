@@ -322,6 +322,20 @@ def test_a_resumed_run_goes_on_accumulating(at: int) -> None:
     ]
 
 
+def lines_in(folder: str) -> list[dict[str, Any]]:
+    """What telemetry wrote."""
+    return [json.loads(line) for line in Path(folder, "telemetry.jsonl").read_text().splitlines()]
+
+
+def scalars_of(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Every tag's values, in the order in which they were written."""
+    scalars: dict[str, list[float]] = {}
+    for line in lines:
+        for tag, value in line.get("scalars", {}).items():
+            scalars.setdefault(tag, []).append(value)
+    return scalars
+
+
 @pytest.mark.ranks(2, 4)
 def test_what_was_decided_can_be_seen(tmp_path: Path) -> None:
     folder = hvd.broadcast_object(str(tmp_path), 0)
@@ -330,17 +344,14 @@ def test_what_was_decided_can_be_seen(tmp_path: Path) -> None:
     optimizer.meter.close()
     if hvd.rank():
         return
-    lines = [json.loads(line) for line in Path(folder, "telemetry.jsonl").read_text().splitlines()]
+    lines = lines_in(folder)
     plans = [line["plan"] for line in lines if "plan" in line]
     assert plans[-1]["digest"] == optimizer.plan.digest
     rows = {row["layer"]: row for row in plans[-1]["layers"]}
     assert rows["bias"]["gain"] is None
     assert all(0 < rows[name]["gain"] < 1 for name in ("wide", "tall", "conv"))
     assert sum(row["error_share"] or 0 for row in rows.values()) == pytest.approx(1)
-    scalars: dict[str, list[float]] = {}
-    for line in lines:
-        for tag, value in line.get("scalars", {}).items():
-            scalars.setdefault(tag, []).append(value)
+    scalars = scalars_of(lines)
     predicted, measured = (scalars[f"forecast/{kind}_bytes"][-1] for kind in ("predicted", "measured"))
     # headers and ends of payloads; the layers are small
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -362,17 +373,10 @@ def test_bytes_that_the_data_decide_are_foreseen(spec: str, tmp_path: Path) -> N
     optimizer.meter.close()
     if hvd.rank():
         return
-    lines = [json.loads(line) for line in Path(folder, "telemetry.jsonl").read_text().splitlines()]
-    forecasts = {
-        kind: [
-            line["scalars"][f"forecast/{kind}_bytes"]
-            for line in lines
-            if f"forecast/{kind}_bytes" in line.get("scalars", {})
-        ]
-        for kind in ("predicted", "measured")
-    }
+    scalars = scalars_of(lines_in(folder))
+    predicted, measured = (scalars[f"forecast/{kind}_bytes"][-1] for kind in ("predicted", "measured"))
     # what feedback adds is measured too: after the first plan it is that of the plan
-    assert forecasts["predicted"][-1] == pytest.approx(forecasts["measured"][-1], rel=0.1)
+    assert predicted == pytest.approx(measured, rel=0.1)
 
 
 def test_a_hybrid_plan_chooses_among_compressors() -> None:
