@@ -68,7 +68,8 @@ class _Row:
     ) -> None:
         """Measure the errors of one gradient, and the bytes of what is compressed."""
         errors = errors_of(grad, self.layer, self.candidates, states)
-        sizes = sizes_of(x, self.layer, [self.candidates[index] for index in self.varying])
+        varying = [self.candidates[index] for index in self.varying]
+        sizes = sizes_of(x, self.layer, varying, states)
         self.sums += np.concatenate([errors, [energy], sizes])
         self.samples += 1
 

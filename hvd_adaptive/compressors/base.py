@@ -125,8 +125,6 @@ class Compressor(ABC):
     """True if a payload holds some of the elements and leaves the others as they are."""
     whole_model: ClassVar[bool] = False
     """True if all layers are compressed together, whatever a bucket's size."""
-    size_varies: ClassVar[bool] = False
-    """True if the data decide how many elements a level sends: then :meth:`sizes` tells the bytes."""
 
     @property
     @abstractmethod
@@ -209,12 +207,31 @@ class Compressor(ABC):
         """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it, unless
         ``size_varies``)."""
 
-    def sizes(self, x: Tensor, levels: Sequence[Level], *, shape: Shape | None = None) -> Int64s:
+    @property
+    def size_varies(self) -> bool:
+        """True if the data decide how many bytes a level sends: then :meth:`sizes` tells them."""
+        return False
+
+    def sizes(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Int64s:
         """Bytes that ``x`` (float32, 1-D) sends at each of ``levels`` (at most; close to it).
+
+        Args:
+            x: what is compressed, with the remainder of earlier steps.
+            levels: as of :meth:`errors`.
+            shape: the layer's shape, where that matters.
+            state: of :meth:`new_state`; None as at the first step.
 
         Returns:
             ``int64[levels]``; :meth:`wire_bytes` unless ``size_varies``.
         """
+        del state
         return np.array([self.wire_bytes(x.numel(), level, shape=shape) for level in levels])
 
 

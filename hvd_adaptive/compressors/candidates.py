@@ -69,13 +69,19 @@ def errors_of(
     return errors
 
 
-def sizes_of(x: Tensor, layer: Layer, candidates: Sequence[Candidate]) -> Int64s:
+def sizes_of(
+    x: Tensor,
+    layer: Layer,
+    candidates: Sequence[Candidate],
+    states: Mapping[Compressor, CodecState] | None = None,
+) -> Int64s:
     """Bytes of every candidate, ``int64[C]``; arguments as of :func:`errors_of`."""
     sizes = np.zeros(len(candidates), np.int64)
     for compressor in dict.fromkeys(row.compressor for row in candidates):
         mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
         levels = [candidates[index].level for index in mine]
-        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape)
+        state = (states or {}).get(compressor.state_key)
+        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape, state=state)
     return sizes
 
 
@@ -99,7 +105,7 @@ def table_of(
         >>> errors.round(3).tolist(), sizes.tolist()
         ([0.0, 0.0, 0.0], [16384, 1024, 512])
     """
-    return errors_of(x, layer, candidates, states), sizes_of(x, layer, candidates)
+    return errors_of(x, layer, candidates, states), sizes_of(x, layer, candidates, states)
 
 
 def _bytes_of(row: Candidate, layer: Layer) -> int:

@@ -197,11 +197,24 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
             return np.full(len(levels), np.nan)
         return spectrum.errors(self._counts(spectrum, levels), self.format)
 
+    @property
     @final
-    def sizes(self, x: Tensor, levels: Sequence[Level], *, shape: Shape | None = None) -> Int64s:
+    def size_varies(self) -> bool:
+        """True if the rule takes as many elements as the data have it take."""
+        return self.rule in (Rule.redsync, Rule.threshold)
+
+    @final
+    def sizes(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        *,
+        shape: Shape | None = None,
+        state: CodecState | None = None,
+    ) -> Int64s:
         """Upper bounds, for as many elements as the rule takes of ``x``; from one histogram."""
         if not self.size_varies:
-            return super().sizes(x, levels, shape=shape)
+            return super().sizes(x, levels, shape=shape, state=state)
         spectrum, numel = _Spectrum(x), x.numel()
         counts = self._counts(spectrum, levels) if spectrum.finite else [0] * len(levels)
         return np.array([wire.max_sparse_bytes(numel, count, self.format) for count in counts])
@@ -418,7 +431,6 @@ class RedSync(DensityCompressor):
 
     name = "redsync"
     rule = Rule.redsync
-    size_varies = True
 
 
 @dataclass(frozen=True)
@@ -451,7 +463,6 @@ class Threshold(SparseCompressor):
 
     name = "threshold"
     rule = Rule.threshold
-    size_varies = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold < float("inf"):
