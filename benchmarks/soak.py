@@ -195,6 +195,8 @@ class Run:
     samples: dict[int, Samples] = field(default_factory=dict)
     """By process, in the order of ranks."""
     started: float = 0.0
+    ended: bool = False
+    """Whether the ranks have trained their last step: what they give back from then on is no trend."""
     comparisons: list[dict[str, Any]] = field(default_factory=list)
     status: int | None = None
     interrupted: bool = False
@@ -221,6 +223,9 @@ def run(options: argparse.Namespace, token: str, private: Path) -> Run:
         "HVA_SOAK": token,
         "OMP_NUM_THREADS": "1",
         **lab.RING,
+        # Every step allocates and frees gradients as large as layers. Where such blocks come from the
+        # heap, one more or fewer of them stays resident from minute to minute, and hides a leak.
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
         # so that ranks that are stopped have time to agree on it
         "OMPI_MCA_odls_base_sigkill_timeout": "10",
         "TMPDIR": str(private / "tmp"),
@@ -268,7 +273,7 @@ def watch(seen: Run, lines: queue.Queue[str | None]) -> None:
     for line in _ticking(lines):
         now = time.monotonic()
         if line is None:
-            for process, samples in seen.samples.items():
+            for process, samples in seen.samples.items() if not seen.ended else ():
                 samples.take(process, now - seen.started)
         elif not line.startswith("{"):
             print(line, end="", flush=True)
@@ -277,6 +282,8 @@ def watch(seen: Run, lines: queue.Queue[str | None]) -> None:
             if "processes" in record:
                 seen.samples = {process: Samples() for process in record["processes"]}
                 seen.started = now
+            elif "ended" in record:
+                seen.ended = True
             else:
                 seen.comparisons.append(record)
         if now - shown >= 60 and seen.samples:

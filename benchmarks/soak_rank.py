@@ -1,6 +1,6 @@
 """What soak.py runs on every rank: trains until its time is up, and compares the ranks' parameters.
 
-Rank 0 prints JSON lines: once the processes of all ranks, then one for every comparison.
+Rank 0 prints JSON lines: once the processes of all ranks, one for every comparison, and one at the end.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def soak(options: Options, seconds: float, every: int) -> int:
                     "payload_ratio": round(meter.summary().ratio_payload, 1),
                 }
             )
+    tell({"ended": round(time.monotonic() - started, 1)})
     return 0 if vote.outcome == signal.SIGUSR1 else EXIT_CODES[vote.outcome]
 
 
