@@ -54,9 +54,6 @@ UNSHAPED = "unshaped"
 RATES = {"200mbit": "200mbit", "100mbit": "100mbit", "1gbit": "1gbit", UNSHAPED: lab.UNSHAPED}
 SEEDS = (0, 1, 2)
 TUNE_SEED = 7
-LAUNCHES = 3
-"""Launches in which quick steps are measured; of their medians the least counts. Where ranks share
-cores, some launches stay slow to their end: those who wait take time from those who compute."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,9 @@ class Model:
         eval_every: steps between two evaluations of a course.
         kimad_seconds: the step time that Kimad is asked to keep.
         options: of train.py, in courses.
+        launches: in which quick steps are measured; of their medians the least counts. Where ranks
+            share cores, some launches stay slow to their end: those who wait take time from those who
+            compute.
     """
 
     preset: str
@@ -76,6 +76,7 @@ class Model:
     eval_every: int
     kimad_seconds: float
     options: tuple[str, ...] = ()
+    launches: int = 3
 
 
 MODELS = {
@@ -84,7 +85,7 @@ MODELS = {
     "mlp": Model("mlp-fashion", 468, 36, 0.25),
     "resnet": Model("resnet-fashion", 468, 52, 0.15),
     "transformer": Model("transformer-sotu", 300, 20, 0.25, ("--eval-examples", "400")),
-    "digits": Model("mlp-digits", 40, 8, 0.1),
+    "digits": Model("mlp-digits", 40, 8, 0.1, launches=1),
 }
 """The last is for --quick only."""
 
@@ -172,7 +173,8 @@ class Cell:
     @property
     def launches(self) -> int:
         """How often it is measured."""
-        return LAUNCHES if self.kind == "steps" and not self.is_slow else 1
+        is_quick = self.kind == "steps" and not self.is_slow
+        return MODELS[self.model].launches if is_quick else 1
 
     @property
     def is_slow(self) -> bool:
@@ -297,7 +299,7 @@ class Bench:
     def measure(self, group: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """A cell and what is stored of it, as soon as it is measured; all of them are of one place.
 
-        Steps are measured in :data:`LAUNCHES` launches, but for slow ones.
+        Steps are measured in several launches, but for slow ones.
         """
         for number in range(max(cell.launches for cell in group)):
             yield from self._launch([cell for cell in group if cell.launches > number])
