@@ -170,7 +170,8 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
 
     With one Rice parameter ``r`` for the whole layer the quotients sum to at most
     ``(numel - count) / 2^r``; the encoder's choice for each block is never worse than the best ``r``.
-    Scattered indices take up to 7 % less; with their values that is 3 %, but for signs.
+    Scattered indices take up to 7 % less; with their values that is 3 %, but for signs, whose
+    positions the compressor's ``sizes`` measures instead.
 
     Args:
         numel: elements of the layer.
@@ -187,8 +188,30 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     rest = numel - count
     # (rest / count) / 2^r + r is least where 2^r <= rest / count < 2^(r + 1)
     r = max(0, (rest // count).bit_length() - 1)
-    bits = (rest >> r) + count * (r + 1) + RICE_BITS * -(-count // RICE_BLOCK)
-    index_bytes = -(-bits // 8)
+    bits = (rest >> r) + count * (r + 1) + rice_parameter_bits(count)
+    return sparse_bytes(count, bits, values)
+
+
+def rice_parameter_bits(count: int) -> int:
+    """Bits of the Rice parameters of ``count`` gaps."""
+    return RICE_BITS * -(-count // RICE_BLOCK)
+
+
+def sparse_bytes(count: int, index_bits: int, values: ValueFormat) -> int:
+    """The bytes of a sparse layer whose index stream takes so many bits.
+
+    Args:
+        count: values sent.
+        index_bits: of the stream, its Rice parameters included.
+        values: how they travel.
+
+    Example:
+        >>> sparse_bytes(3, 17, ValueFormat.fp32), sparse_bytes(0, 0, ValueFormat.fp32)
+        (17, 1)
+    """
+    if count == 0:
+        return 1
+    index_bytes = -(-index_bits // 8)
     return varint_bytes(count << 4) + varint_bytes(index_bytes) + index_bytes + values.nbytes(count)
 
 

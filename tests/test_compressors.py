@@ -56,16 +56,17 @@ MEMBERS = {
     "topk:density=0.05,values=fp16": Row(rounding=2**-11),
     "topk:density=0.3,values=bf16": Row(rounding=2**-8),
     "topk:density=0.02,values=int8": Row(rounding=1 / 254),
-    # one bit a value: what a bound on positions for any input adds is no longer small beside it
-    "topk:density=0.1,values=sign": Row(slack=1.07),
+    "topk:density=0.1,values=sign": Row(),
     "topk:density=1.0,values=fp32": Row(rounding=0.0, contraction=1.0),
     "globaltopk:density=0.01,values=fp32": Row(rounding=0.0, contraction=0.01),
     "threshold:threshold=0.5,values=fp32": Row(rounding=0.0),
     "threshold:threshold=0.5": Row(rounding=2**-8),
     "dgc:density=0.01,values=fp32": Row(rounding=0.0, contraction=0.007),
+    "threshold:threshold=0.5,values=sign": Row(),
     "dgc:density=0.05": Row(rounding=2**-8),
+    "dgc:density=0.01,values=sign": Row(),
     "redsync:density=0.01,values=fp32": Row(rounding=0.0, contraction=0.01),
-    "redsync:density=0.02,values=sign": Row(slack=1.07),
+    "redsync:density=0.02,values=sign": Row(),
     "randomk:density=0.05": Row(rounding=0.0, random=True, contraction=0.05),
     "randomk:density=0.05,values=fp16": Row(rounding=2**-11, random=True),
     "randomk:density=0.2,unbiased=true": Row(random=True),
@@ -257,6 +258,42 @@ def test_sizes_and_wire_bytes_bound_what_is_sent(spec: str, numel: int) -> None:
     assert bound == most or compressor.size_varies
     if numel >= 2**16 - 1 and slack is not None:
         assert bound <= slack * payload.nbytes
+
+
+@pytest.mark.parametrize("numel", [200_000, 3_000_000])
+@pytest.mark.parametrize("name", ["topk", "dgc", "redsync"])
+def test_positions_that_lie_in_half_of_a_layer_are_measured_there(name: str, numel: int) -> None:
+    compressor, x = parse(f"{name}:values=sign"), sample(numel)
+    x[: numel // 2] *= 100
+    levels = [0.1, 0.03, 0.01, 0.001]
+    bounds = compressor.sizes(x, levels).tolist()
+    for level, bound in zip(levels, bounds, strict=True):
+        sent = compressor.compress_(x.clone(), level).nbytes
+        assert sent <= bound <= 1.03 * sent
+        # what a bound for any positions would tell is far from that
+        assert compressor.wire_bytes(numel, level) > 1.05 * sent
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["scattered", "rows", "ties", "mostly zero"]),
+    numel=st.integers(1, 20_000),
+    density=st.floats(0.001, 1.0),
+    seed=st.integers(0, 1000),
+)
+def test_sizes_of_signs_are_exact_for_top_k_where_the_whole_layer_is_measured(
+    kind: str, numel: int, density: float, seed: int
+) -> None:
+    compressor, x = parse("topk:values=sign"), sample(numel, seed)
+    match kind:
+        case "rows":
+            x *= sample(numel // 64 + 1, seed + 1).exp().repeat_interleave(64)[:numel]
+        case "ties":
+            x = x.mul(4).round()
+        case "mostly zero":
+            x[torch.arange(numel) % 50 != 0] = 0
+    [size] = compressor.sizes(x, [density]).tolist()
+    assert size == compressor.compress_(x, density).nbytes
 
 
 @member

@@ -1181,6 +1181,33 @@ def test_summaries_count_and_sum_what_there_is(kernels: ModuleType, kind: str) -
     assert np.array_equal(fine[-1], np.bincount(inside, minlength=1 << 16))
 
 
+@usual
+@given(layers, st.lists(st.integers(0, 5000), max_size=6))
+@example(("normal", 0, 0), [0, 3])
+@example(("zero", 300, 0), [300, 0])
+def test_position_bits_are_those_of_the_stream_and_the_same_in_both_modules(
+    layer: tuple[str, int, int], wanted: list[int]
+) -> None:
+    x, counts = numbers(*layer), np.array(wanted, dtype=np.int64)
+    table = cpu.position_bits(torch.from_numpy(x), counts)
+    assert np.array_equal(table, reference.position_bits(torch.from_numpy(x), counts))
+    for count, (found, position_bits) in zip(wanted, table.tolist(), strict=True):
+        body, _, stats = compress(cpu, x, count, ValueFormat.sign)
+        assert found == stats[2]
+        assert body.numel() == wire.sparse_bytes(found, position_bits, ValueFormat.sign)
+
+
+@MODULES
+def test_position_bits_of_what_is_not_finite_are_none_and_counts_are_checked(
+    kernels: ModuleType,
+) -> None:
+    x = torch.tensor([1.0, float("nan"), 2.0])
+    assert not kernels.position_bits(x, np.array([1, 2])).any()
+    for counts in ([-1], [[1]]):
+        with pytest.raises(ValueError, match="expected a row of counts, each 0 or more"):
+            kernels.position_bits(torch.ones(4), np.array(counts))
+
+
 @MODULES
 def test_bins_that_there_are_not_are_refused(kernels: ModuleType) -> None:
     for bins in ([-1], [1 << 15], [3, 3]):

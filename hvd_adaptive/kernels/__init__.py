@@ -86,6 +86,9 @@ class Kernels(Protocol):
     def moments(self, x: Tensor) -> npt.NDArray[np.float64]:
         """Histogram of signs and magnitudes, with sums of magnitudes and squares."""
 
+    def position_bits(self, x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bits that the positions of the largest elements take, for many counts at once."""
+
     def errors_from_spectrum(
         self,
         hist: npt.NDArray[np.int64],

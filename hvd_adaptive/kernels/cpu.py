@@ -62,6 +62,7 @@ from hvd_adaptive.kernels.reference import (
     Rule,
     check_bins,
     check_body,
+    check_counts,
     check_layers,
     check_outs,
     check_spectra,
@@ -84,6 +85,7 @@ __all__ = [
     "Rule",
     "errors_from_spectrum",
     "moments",
+    "position_bits",
     "refined_spectrum",
     "sample_spectrum",
     "sparse_clear_",
@@ -1370,3 +1372,33 @@ def moments(x: Tensor) -> npt.NDArray[np.float64]:
     sums = np.zeros((2 * BINS, 3))
     _add_moments(x.data_ptr(), x.numel(), sums)
     return sums.reshape(2, BINS, 3)
+
+
+@_kernel
+def _fill_position_bits(x, n, counts, order, table, work):
+    """Select the most, thin them out from count to count, and measure what is left."""
+    hist, fine, _, indices, values, parameters = work
+    _, top, left = _take(x, 0, n, min(n, counts[order[0]]), TOPK, 1, work)
+    if top >= INF:
+        return
+    for row in order:
+        if counts[row] < left:
+            if counts[row] > 0:
+                _trim(indices, values, left, counts[row], hist, fine)
+            left = counts[row]
+        table[row, 0] = left
+        table[row, 1] = _choose_rice(indices, left, parameters)
+
+
+def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """See :func:`hvd_adaptive.kernels.reference.position_bits`. Releases the GIL.
+
+    Cost: top-k's selection of the most, and some ns for each element at each count that takes it.
+    """
+    counts = check_counts(x, counts)
+    table = np.zeros((len(counts), 2), np.int64)
+    if len(counts):
+        numel = x.numel()
+        work = _work.arrays(_room(numel, min(numel, int(counts.max()))))
+        _fill_position_bits(x.data_ptr(), numel, counts, np.argsort(-counts), table, work)
+    return table

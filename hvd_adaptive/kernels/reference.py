@@ -292,6 +292,15 @@ def check_spectrum(x: Tensor) -> None:
         raise ValueError(f"the spectrum is that of a contiguous float32 tensor, got {_describe(x)}")
 
 
+def check_counts(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """``counts`` as int64; ValueError unless each is 0 or more and ``x`` is contiguous float32."""
+    check_spectrum(x)
+    counts = np.ascontiguousarray(counts, dtype=np.int64)
+    if counts.ndim != 1 or counts.min(initial=0) < 0:
+        raise ValueError(f"expected a row of counts, each 0 or more, got {counts}")
+    return counts
+
+
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}, stride {tensor.stride()} on {tensor.device}"
 
@@ -326,13 +335,19 @@ def _rice_parameters(gaps: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     return candidates.gather(1, chosen).squeeze(1), cost.gather(1, chosen).squeeze(1) + RICE_BITS
 
 
-def _index_stream(indices: Tensor) -> Tensor:
-    """The Rice-coded gaps of rising int64 indices, as bytes."""
+def _gap_blocks(indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gaps between rising int64 indices: all, in one row a block, and how many are in each row."""
     device = indices.device
     gaps = torch.diff(indices, prepend=torch.full((1,), -1, device=device)) - 1
     rows = _blocks(gaps, RICE_BLOCK)
-    sizes = torch.full((len(rows),), RICE_BLOCK, device=device)
-    sizes[-1] -= rows.numel() - gaps.numel()
+    starts = RICE_BLOCK * torch.arange(len(rows), device=device)
+    return gaps, rows, (gaps.numel() - starts).clamp(max=RICE_BLOCK)
+
+
+def _index_stream(indices: Tensor) -> Tensor:
+    """The Rice-coded gaps of rising int64 indices, as bytes."""
+    device = indices.device
+    gaps, rows, sizes = _gap_blocks(indices)
     parameters, lengths = _rice_parameters(rows, sizes)
     starts = torch.cumsum(lengths, 0) - lengths
     bits = torch.zeros(-(-int(lengths.sum()) // 8) * 8, dtype=torch.uint8, device=device)
@@ -1043,3 +1058,34 @@ def moments(x: Tensor) -> npt.NDArray[np.float64]:
     ]
     sums: npt.NDArray[np.float64] = torch.stack(columns, dim=1).view(2, BINS, 3).cpu().numpy()
     return sums
+
+
+def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bits that the positions of the largest elements take on the wire, exactly, for many counts.
+
+    Args:
+        x: float32, contiguous, of any shape, fewer than 2^31 elements.
+        counts: ``int64[C]``: how many of the largest are sent, each 0 or more; of equals those of
+            lowest index, and never a zero.
+
+    Returns:
+        ``int64[C, 2]``: how many there are to send, and the bits of their index stream; 0 where
+        ``x`` holds a NaN or an Inf.
+
+    Raises:
+        ValueError: the arguments are not as described.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> position_bits(torch.tensor([0.0, 3.0, 2.0, 1.0]), np.array([0, 1, 4])).tolist()
+        [[0, 0], [1, 7], [3, 9]]
+    """
+    counts = check_counts(x, counts)
+    table = np.zeros((len(counts), 2), np.int64)
+    if not bool(x.isfinite().all()):
+        return table
+    for row, count in zip(table, counts.tolist(), strict=True):
+        indices = _select(x.view(-1), count, Rule.topk, 1)
+        _, blocks, sizes = _gap_blocks(indices)
+        row[:] = len(indices), int(_rice_parameters(blocks, sizes)[1].sum())
+    return table
