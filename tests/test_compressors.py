@@ -260,9 +260,9 @@ def test_sizes_and_wire_bytes_bound_what_is_sent(spec: str, numel: int) -> None:
         assert bound <= slack * payload.nbytes
 
 
-@pytest.mark.parametrize("numel", [200_000, 3_000_000])
 @pytest.mark.parametrize("name", ["topk", "dgc", "redsync"])
-def test_positions_that_lie_in_half_of_a_layer_are_measured_there(name: str, numel: int) -> None:
+def test_positions_that_lie_in_half_of_a_layer_are_measured_there(name: str) -> None:
+    numel = 300_000
     compressor, x = parse(f"{name}:values=sign"), sample(numel)
     x[: numel // 2] *= 100
     levels = [0.1, 0.03, 0.01, 0.001]
@@ -274,6 +274,15 @@ def test_positions_that_lie_in_half_of_a_layer_are_measured_there(name: str, num
         assert compressor.wire_bytes(numel, level) > 1.05 * sent
 
 
+@pytest.mark.parametrize("name", ["topk", "redsync"])
+def test_sizes_of_signs_at_many_levels_are_close_to_what_each_sends(name: str) -> None:
+    compressor, x = parse(f"{name}:values=sign"), sample(300_000)
+    levels = compressor.levels(Layer(0, "w", (300_000,)))
+    sizes = compressor.sizes(x, levels)
+    sent = [compressor.compress_(x.clone(), level).nbytes for level in levels[::7]]
+    np.testing.assert_allclose(sizes[::7], sent, rtol=0.003)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(["scattered", "rows", "ties", "mostly zero"]),
@@ -281,9 +290,7 @@ def test_positions_that_lie_in_half_of_a_layer_are_measured_there(name: str, num
     density=st.floats(0.001, 1.0),
     seed=st.integers(0, 1000),
 )
-def test_sizes_of_signs_are_exact_for_top_k_where_the_whole_layer_is_measured(
-    kind: str, numel: int, density: float, seed: int
-) -> None:
+def test_sizes_of_signs_are_exact_for_top_k(kind: str, numel: int, density: float, seed: int) -> None:
     compressor, x = parse("topk:values=sign"), sample(numel, seed)
     match kind:
         case "rows":
