@@ -37,14 +37,14 @@ class Row:
         rounding: largest relative rounding error of a value that is sent; None where values are
             quantized as a whole.
         random: whether the payload depends on the key.
-        slack: how far ``sizes`` may be above the bytes sent; None: as far as entropy coding saves.
+        slack: how far ``sizes`` may be above the bytes sent.
         contraction: least share of the energy that the payload takes away (in expectation where it
             is random); None where nothing is promised.
     """
 
     rounding: float | None = None
     random: bool = False
-    slack: float | None = 1.03
+    slack: float = 1.03
     contraction: float | None = None
 
 
@@ -73,7 +73,7 @@ MEMBERS = {
     "powersgd:rank=4": Row(contraction=0.0),
     "qsgd:bits=4": Row(random=True),
     "qsgd:bits=1": Row(random=True),
-    "qsgd:bits=3,block=100,coding=huffman": Row(random=True, slack=None),
+    "qsgd:bits=3,block=100,coding=huffman": Row(random=True),
     "qsgdinf:bits=3": Row(random=True),
     "nuqsgd:bits=3": Row(random=True),
     "natural:bits=8": Row(random=True),
@@ -82,8 +82,9 @@ MEMBERS = {
     "terngrad:clip=2.5": Row(random=True),
     "signsgd": Row(contraction=0.0),
     "onebit": Row(contraction=0.0),
-    "alq:bits=3": Row(random=True, slack=None),
+    "alq:bits=3": Row(random=True),
     "alq:bits=4,coding=fixed": Row(random=True),
+    "amq:bits=3": Row(random=True),
     "amq:bits=3,coding=fixed": Row(random=True),
     "amq:bits=1,coding=fixed": Row(random=True),
 }
@@ -256,7 +257,7 @@ def test_sizes_and_wire_bytes_bound_what_is_sent(spec: str, numel: int) -> None:
     most = compressor.wire_bytes(numel, level)
     assert payload.nbytes <= bound <= most
     assert bound == most or compressor.size_varies
-    if numel >= 2**16 - 1 and slack is not None:
+    if numel >= 2**16 - 1:
         assert bound <= slack * payload.nbytes
 
 

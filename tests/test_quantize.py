@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvd_adaptive import wire_codes
 from hvd_adaptive.compressors import quantized
+from hvd_adaptive.compressors.candidates import candidates_of, table_of
 from hvd_adaptive.compressors.quantized import (
     ALQ,
     AMQ,
@@ -170,11 +171,12 @@ def test_any_finite_float_survives_in_payload_and_remainder(
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.norms == 1], ids=repr)
-def test_cpu_and_reference_weigh_the_same(rule: Rule) -> None:
+@pytest.mark.parametrize("squared", [True, False])
+def test_cpu_and_reference_weigh_the_same(rule: Rule, squared: bool) -> None:
     for kind in KINDS:
         x = torch.from_numpy(numbers(kind, 5000, 6))
         (weights, beyond), (expected, expected_beyond) = (
-            kernels.weigh(x, rule) for kernels in (quantize, quantize_reference)
+            kernels.weigh(x, rule, squared=squared) for kernels in (quantize, quantize_reference)
         )
         np.testing.assert_allclose(weights, expected, rtol=1e-10)
         assert beyond == pytest.approx(expected_beyond, rel=1e-10)
@@ -583,6 +585,39 @@ def test_three_bits_come_within_two_percent_of_the_entropy(member: Quantizer) ->
     assert 8 * payload.nbytes / x.numel() <= 1.02 * entropy + 32 / 512 + 0.01
 
 
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+@pytest.mark.parametrize("member", [HUFFMAN[0], HUFFMAN[2], *HUFFMAN[5:7]], ids=repr)
+def test_sizes_are_the_mean_of_what_huffman_coding_sends(member: Quantizer, tails: str) -> None:
+    rng = np.random.default_rng(11)
+    drawn = rng.standard_normal(200_000) if tails == "normal" else rng.standard_t(3, 200_000)
+    x, widths = torch.from_numpy(drawn.astype(np.float32)), range(2, 9)
+    for width, size in zip(widths, member.sizes(x, widths).tolist(), strict=True):
+        seen = [member.compress_(x.clone(), width, key=key).nbytes for key in range(3)]
+        assert size == pytest.approx(np.mean(seen), rel=0.02)
+
+
+def test_sizes_follow_the_levels_that_were_learnt_and_bound_what_is_not_finite() -> None:
+    member, x = ALQ(zero="true"), gradient(70_000)
+    state = member.new_state()
+    rising = np.append(0.0, np.geomspace(0.3, 1, 3))
+    tables = {str(bits): state.table(bits).tolist() for bits in state.all_bits}
+    state.adopt(tables | {"3": rising.tolist()})
+    fresh, learnt = (member.sizes(x, [3], state=each)[0] for each in (None, state))
+    assert learnt == pytest.approx(member.compress_(x.clone(), 3, state=state).nbytes, rel=0.02)
+    assert learnt < 0.95 * fresh
+    x[5] = torch.nan
+    assert member.sizes(x, [3, 2]).tolist() == [member.wire_bytes(70_000, bits) for bits in (3, 2)]
+
+
+def test_a_planner_sees_what_huffman_coding_saves() -> None:
+    layer, x = Layer(0, "w", (70_000,)), gradient(70_000)
+    rows = candidates_of(layer, [QSGD(coding="huffman"), QSGD()])
+    _, sizes = table_of(x, layer, rows)
+    for row, size in zip(rows, sizes.tolist(), strict=True):
+        sent = row.compressor.compress_(x.clone(), row.level)
+        assert size == pytest.approx(sent.nbytes, rel=0.05)
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 SIZES_TO_DAMAGE = [300, 0, 1, 4000]
@@ -728,11 +763,17 @@ def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> N
 
 @pytest.mark.parametrize("compressor", MEMBERS, ids=repr)
 @pytest.mark.parametrize("numel", [0, 1, 1_000, 70_000])
-def test_errors_of_all_widths_in_one_scan_are_those_of_each(compressor: Quantizer, numel: int) -> None:
+def test_expectations_of_all_widths_in_one_scan_are_those_of_each(
+    compressor: Quantizer, numel: int
+) -> None:
     x = torch.randn(numel)
     x[: numel // 10] = 0.0
     tables = compressor.tables(compressor.widths, None)
     widths = [width for width in compressor.widths if tables.alphabets[width]]
-    weights, _ = quantize.weigh(x, compressor.rule)
-    together = quantize.errors_at(weights, tables, widths)
-    np.testing.assert_allclose(together, quantize_reference.errors_at(weights, tables, widths), 1e-12)
+    for squared in (True, False):
+        weights, _ = quantize.weigh(x, compressor.rule, squared=squared)
+        errors, counts = quantize.expected_at(weights, tables, widths)
+        each_error, each_count = quantize_reference.expected_at(weights, tables, widths)
+        np.testing.assert_allclose(errors, each_error, 1e-12)
+        np.testing.assert_allclose(counts, each_count, 1e-9, 1e-12 * weights.sum())
+        np.testing.assert_allclose(counts.sum(1), weights.sum(), 1e-9)

@@ -25,6 +25,7 @@ annex K.3.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -446,7 +447,12 @@ def _group_for(packed: _Packed, chosen: npt.NDArray[np.int64], bits: int, alphab
     _count(body, packed.starts, packed.numels, chosen, bits, alphabet, 1, SAMPLE, counts, work)
     shares = counts[counts > 0] / max(1, counts.sum())
     entropy = float(-(shares * np.log2(shares)).sum())
-    most = min(MAX_SYMBOLS, int(packed.numels[chosen].sum()) // ELEMENTS_A_SYMBOL)
+    return _group_of(entropy, alphabet, int(packed.numels[chosen].sum()))
+
+
+def _group_of(entropy: float, alphabet: int, numel: int) -> int:
+    """Codes in a symbol, for ``numel`` codes of this entropy."""
+    most = min(MAX_SYMBOLS, numel // ELEMENTS_A_SYMBOL)
     group = 1
     while group < MAX_GROUP and group * entropy < ENOUGH_BITS and alphabet ** (group + 1) <= most:
         group += 1
@@ -513,6 +519,42 @@ def shrink(
                 if gain > 0
             )
     return _write(packed, codes, streams), {bits: code.to_bytes() for bits, code in codes.items()}
+
+
+def expected_bytes(counts: npt.NDArray[np.float64], numel: int) -> int:
+    """Bytes of one layer's stream and its code, where each code occurs ``counts`` times on average.
+
+    Codes are taken to be independent, which is an upper bound. A stream then takes their entropy and
+    what a code that is made for counts, which are drawn here, is off it. A standard deviation of
+    what the draws of rounding may add is on top. Cost: that of making a code.
+
+    Args:
+        counts: ``float64[alphabet]``, not negative; they sum to ``numel``.
+        numel: elements of the layer, at least 1.
+
+    Example:
+        >>> expected_bytes(np.array([500.0, 9000.0, 500.0]), 10_000)  # packed they take 2,000
+        801
+    """
+    shares = counts / numel
+    bits = _ideal_bits(shares)
+    entropy = float(shares @ bits)
+    spread = math.sqrt(numel * max(0.0, float(shares @ (bits * bits)) - entropy**2))
+    group = _group_of(entropy, counts.size, numel)
+    joint = shares
+    for _ in range(group - 1):
+        joint = np.multiply.outer(joint, shares).ravel()
+    symbols = -(-numel // group)
+    drawn = np.random.default_rng(0).poisson(symbols * joint)
+    code = Code.of(drawn, group, counts.size)
+    redundancy = float(drawn @ (code.lengths - _ideal_bits(joint)))
+    stream = symbols * group * entropy + redundancy + spread
+    return math.ceil(stream / 8) + len(code.to_bytes())
+
+
+def _ideal_bits(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The bits of information in symbols that have these shares; 0 where one never occurs."""
+    return -np.log2(np.where(shares > 0, shares, 1.0))
 
 
 def read_books(data: npt.NDArray[np.uint8], rule: Rule) -> tuple[Tables, dict[int, Code], int]:

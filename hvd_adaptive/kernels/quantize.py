@@ -64,7 +64,7 @@ from hvd_adaptive.wire_codes import (
     layer_bytes,
 )
 
-__all__ = ["errors_at", "quantize_compress_", "quantize_decompress_add_", "weigh"]
+__all__ = ["expected_at", "quantize_compress_", "quantize_decompress_add_", "weigh"]
 
 TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING = (
     int(Damage[name]) for name in ("truncated", "header", "norm", "code", "padding", "trailing")
@@ -707,7 +707,7 @@ def quantize_decompress_add_(
     return marks
 
 
-# --- errors --------------------------------------------------------------------------------------
+# --- expectations --------------------------------------------------------------------------------
 
 
 @_vector
@@ -724,7 +724,7 @@ def _find_bins(address, n, norm, bins):
 
 
 @_kernel
-def _weigh(x, n, rule, norms, weights, bins, work):
+def _weigh(x, n, rule, squared, norms, weights, bins, work):
     """See :func:`weigh`; (what saturates; -1 where not finite). ``norms`` has room for all of them.
 
     Bins are found block by block, by vector operations, before anything is added to them.
@@ -737,25 +737,26 @@ def _weigh(x, n, rule, norms, weights, bins, work):
     for start in range(0, n, block):
         size, largest = min(block, n - start), load_f32(norms)
         beyond += _find_bins(x + 4 * start, size, largest, bins)
-        square = np.float64(largest) * np.float64(largest)
+        weight = np.float64(largest) * np.float64(largest) if squared else 1.0
         for i in range(size):
-            weights[bins[i]] += square
+            weights[bins[i]] += weight
         norms += 4
     return beyond
 
 
-def weigh(x: Tensor, rule: Rule) -> tuple[npt.NDArray[np.float64], float]:
+def weigh(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
     """See :func:`hvd_adaptive.kernels.quantize_reference.weigh`. Releases the GIL."""
     weights, bins = np.zeros(WEIGHT_BINS), np.empty(rule.block, np.uint32)
     norms = np.empty(rule.norm_bytes(x.numel()) + SLACK, np.uint8)
     work = _work.arrays(rule.block)
-    beyond = _weigh(x.data_ptr(), x.numel(), _rule(rule), norms.ctypes.data, weights, bins, work)
+    address, blocks = x.data_ptr(), norms.ctypes.data
+    beyond = _weigh(address, x.numel(), _rule(rule), squared, blocks, weights, bins, work)
     return weights, beyond if beyond >= 0 else float("nan")
 
 
 @_kernel
-def _errors_at(weights, edges, levels, alphabets, errors):
-    """See :func:`errors_at`. Reads the bins once, by rising shares, for all widths together."""
+def _expected_at(weights, edges, levels, alphabets, errors, counts):
+    """See :func:`expected_at`. Reads the bins once, by rising shares, for all widths together."""
     places = np.empty(alphabets.size, np.int64)
     for k in range(alphabets.size):
         places[k] = np.searchsorted(levels[k, : alphabets[k]], np.float32(0), side="right") - 1
@@ -771,22 +772,25 @@ def _errors_at(weights, edges, levels, alphabets, errors):
                 end = min(edges[i + 1], np.float64(levels[k, j + 1])) if j < last else edges[i + 1]
                 length, middle = end - start, (start + end) / 2
                 mass = weights[i] * (length / width) if width > 0 else weights[i]
-                between = (levels[k, j + 1] - middle) * (middle - levels[k, j])
-                errors[k] += max(mass * (between - length * length / 12), 0.0)
+                below, above = middle - levels[k, j], levels[k, j + 1] - middle
+                errors[k] += max(mass * (above * below - length * length / 12), 0.0)
+                up = mass * (below / (above + below))
+                counts[k, j] += mass - up
+                counts[k, j + 1] += up
                 start = end
                 if start >= edges[i + 1]:
                     break
             places[k] = j
 
 
-def errors_at(
+def expected_at(
     weights: npt.NDArray[np.float64], tables: Tables, bits: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """See :func:`hvd_adaptive.kernels.quantize_reference.errors_at`. Releases the GIL."""
-    errors = np.zeros(len(bits))
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """See :func:`hvd_adaptive.kernels.quantize_reference.expected_at`. Releases the GIL."""
+    errors, counts = np.zeros(len(bits)), np.zeros((len(bits), LEVELS))
     widths = np.asarray(bits, np.int64)
-    _errors_at(weights, EDGES, tables.levels[widths], tables.alphabets[widths], errors)
-    return errors
+    _expected_at(weights, EDGES, tables.levels[widths], tables.alphabets[widths], errors, counts)
+    return errors, counts
 
 
 def warm() -> None:
@@ -800,5 +804,5 @@ def warm() -> None:
     rule = Rule(Norm.max, Rounding.uniform)
     body, _ = quantize_compress_(x, offsets, bits, rule, tables, [torch.ones(16)])
     quantize_decompress_add_(body, 0, [torch.zeros(16)], 1.0, rule, tables)
-    weights, _ = weigh(x, rule)
-    errors_at(weights, tables, [2])
+    weights, _ = weigh(x, rule, squared=True)
+    expected_at(weights, tables, [2])

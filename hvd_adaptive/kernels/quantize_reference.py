@@ -22,6 +22,7 @@ from hvd_adaptive.kernels.reference import (
 )
 from hvd_adaptive.keys import mix
 from hvd_adaptive.wire_codes import (
+    LEVELS,
     MAX_BITS,
     NONFINITE,
     TRIT_BYTES,
@@ -408,25 +409,24 @@ def quantize_decompress_add_(
     return marks
 
 
-# --- errors --------------------------------------------------------------------------------------
+# --- expectations --------------------------------------------------------------------------------
 
 
-def weigh(x: Tensor, rule: Rule) -> tuple[npt.NDArray[np.float64], float]:
-    """A histogram of ``|x| / norm``, each element weighted by its block's squared norm.
-
-    It tells the error of any levels (:func:`errors_from_weights`), because the variance of rounding
-    is that of the share times the squared norm.
+def weigh(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
+    """A histogram of ``|x| / norm``, which tells what any levels do to ``x`` (:func:`expected_at`).
 
     Args:
         x: float32, contiguous.
         rule: what a block is divided by: one norm a block.
+        squared: whether an element counts by its block's squared norm, as its share of the error
+            does; or as 1, as its code does.
 
     Returns:
         ``float64[WEIGHT_BINS]``, by exponent and 10 bits of the mantissa, and the squared error of
         what is above its norm; that is NaN where ``x`` is not finite.
 
     Example:
-        >>> weights, _ = weigh(torch.tensor([2.0, 1.0]), Rule(Norm.max, Rounding.uniform))
+        >>> weights, _ = weigh(torch.tensor([2.0, 1.0]), Rule(Norm.max, Rounding.uniform), squared=True)
         >>> weights[-1], weights.sum()
         (np.float64(4.0), np.float64(8.0))
     """
@@ -437,9 +437,10 @@ def weigh(x: Tensor, rule: Rule) -> tuple[npt.NDArray[np.float64], float]:
     norms = _norms(rows, sizes, rule)
     shares = _shares(rows, norms).abs().view(-1)[: x.numel()]
     beyond = (rows.abs().double() - norms.double()).clamp(min=0).square().sum()
+    worth = norms.double().square() if squared else torch.ones_like(norms, dtype=torch.float64)
     weights = torch.bincount(
         shares.view(torch.int32) >> WEIGHT_SHIFT,
-        weights=norms.double().square().view(-1).repeat_interleave(sizes),
+        weights=worth.view(-1).repeat_interleave(sizes),
         minlength=WEIGHT_BINS,
     )
     return weights.cpu().numpy(), float(beyond)
@@ -454,21 +455,31 @@ def _weight_edges() -> npt.NDArray[np.float64]:
 EDGES = _weight_edges()
 
 
-def errors_from_weights(weights: npt.NDArray[np.float64], signed: npt.NDArray[np.float32]) -> float:
-    """Expected squared error of rounding at random to ``signed`` levels, from :func:`weigh`.
+def expected_from_weights(
+    weights: npt.NDArray[np.float64], signed: npt.NDArray[np.float32]
+) -> tuple[float, npt.NDArray[np.float64]]:
+    """What rounding at random to ``signed`` levels does, in expectation, from :func:`weigh`.
 
-    The variance of a share ``r`` between levels ``a`` and ``b`` is ``(b - r)(r - a)`` (Faghri et al.
-    2020, equation 2). Weight is taken to be spread evenly over a bin, which is within 1 % of the truth
-    for scattered values. Cost: the bins in use.
+    A share ``r`` between levels ``a`` and ``b`` becomes ``b`` with probability ``(r - a) / (b - a)``,
+    which has the variance ``(b - r)(r - a)`` (Faghri et al. 2020, equation 2). Weight is taken to be
+    spread evenly over a bin, which is within 1 % of the truth for scattered values. Cost: the bins in
+    use.
 
     Args:
         weights: ``float64[WEIGHT_BINS]``.
         signed: the levels, rising, symmetric, from -1 to 1.
 
+    Returns:
+        The squared error, and the weight that each level gets of magnitudes: ``float64[levels]``.
+
     Example:
-        >>> weights, _ = weigh(torch.ones(100) / 2, Rule(Norm.l2, Rounding.uniform))
-        >>> round(errors_from_weights(weights, np.array([-1, 0, 1], np.float32)), 1)
+        >>> signed, rule = np.array([-1, 0, 1], np.float32), Rule(Norm.l2, Rounding.uniform)
+        >>> weights, _ = weigh(torch.ones(100) / 2, rule, squared=True)
+        >>> round(expected_from_weights(weights, signed)[0], 1)
         225.0
+        >>> weights, _ = weigh(torch.ones(100) / 2, rule, squared=False)
+        >>> expected_from_weights(weights, signed)[1].round(1).tolist()
+        [0.0, 90.0, 10.0]
     """
     used = np.flatnonzero(weights)
     low, high, weight = EDGES[used], EDGES[used + 1], weights[used]
@@ -488,12 +499,26 @@ def errors_from_weights(weights: npt.NDArray[np.float64], signed: npt.NDArray[np
     mass = np.where(length > 0, density[owner] * length, weight[owner])
     middle = (starts + ends) / 2
     below = np.clip(np.searchsorted(levels, middle, side="right") - 1, 0, levels.size - 2)
-    variance = (levels[below + 1] - middle) * (middle - levels[below]) - length * length / 12
-    return float(np.maximum(mass * variance, 0.0).sum())
+    inside, gap = middle - levels[below], np.diff(levels)[below]
+    variance = (gap - inside) * inside - length * length / 12
+    up = mass * (inside / gap)
+    counts = np.zeros(levels.size)
+    np.add.at(counts, below, mass - up)
+    np.add.at(counts, below + 1, up)
+    return float(np.maximum(mass * variance, 0.0).sum()), counts
 
 
-def errors_at(
+def expected_at(
     weights: npt.NDArray[np.float64], tables: Tables, bits: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """:func:`errors_from_weights` for the levels of several numbers of bits: ``float64[len(bits)]``."""
-    return np.array([errors_from_weights(weights, tables.signed(width)) for width in bits])
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """:func:`expected_from_weights` for several numbers of bits.
+
+    Returns:
+        The errors, ``float64[W]``, and each code's weight, ``float64[W, LEVELS]``, 0 where there is
+        no level.
+    """
+    errors, counts = np.zeros(len(bits)), np.zeros((len(bits), LEVELS))
+    for row, width in enumerate(bits):
+        signed = tables.signed(width)
+        errors[row], counts[row, : signed.size] = expected_from_weights(weights, signed)
+    return errors, counts
