@@ -344,7 +344,10 @@ def test_what_was_decided_can_be_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("spec", ["redsync:density=0.05", "threshold:threshold=2.0"])
+@pytest.mark.parametrize(
+    "spec",
+    ["redsync:density=0.05", "threshold:threshold=2.0", "topk:density=0.05,values=sign", "alq:bits=3"],
+)
 def test_bytes_that_the_data_decide_are_foreseen(spec: str, tmp_path: Path) -> None:
     folder = hvd.broadcast_object(str(tmp_path), 0)
     telemetry = hva.Telemetry(folder, every=5)
