@@ -175,10 +175,11 @@ def rate_between(arrived: list[tuple[float, int]], start: float, end: float) -> 
 
 
 def assert_rate(measure: Callable[[], float], rate: float, within: float = 0.1) -> None:
-    """In one of three tries: other work may share the machine."""
+    """In one of six tries, ever further apart: other work may share the machine."""
     found: list[float] = []
     while not found or abs(found[-1] / rate - 1) > within:
-        assert len(found) < 3, f"{found} instead of {rate}"
+        assert len(found) < 6, f"{found} instead of {rate}"
+        time.sleep(len(found))
         found.append(measure())
 
 
