@@ -243,7 +243,8 @@ def show(cells: Mapping[str, Any]) -> None:
     print(report.table(table) + "\n")
     for key, figures in (_seeds_of(cells, "gravac") | _seeds_of(cells, "gravac 0.7")).items():
         sent = " ".join(f"{factor:g}x@{step}" for step, factor in figures["factors"])
-        print(f"{key}: candidates {visited(figures)}, kept {figures['ideal']:g}x; sent {sent}")
+        kept = f"kept {figures['ideal']:g}x" if figures["ideal"] else "no two as fast within omega"
+        print(f"{key}: candidates {visited(figures)}, {kept}; sent {sent}")
         for what in ("gains", "throughputs"):
             print("  " + what, " ".join(f"{at} {value:.3g}" for at, value in figures[what].items()))
     for text in compared(rows):
