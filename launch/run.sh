@@ -20,6 +20,7 @@
 # that is set already is left alone:
 #     OMPI_MCA_mpi_yield_when_idle=1   more ranks than cores: a waiting rank must not keep its core
 #     OMPI_MCA_coll_tuned_*            several hosts: rings; Open MPI's defaults are far slower over TCP
+#     OMPI_MCA_odls_base_sigkill_timeout=5   seconds that ranks have to save a checkpoint when a signal ends them
 #     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
 #     HOROVOD_CYCLE_TIME               a core for each rank and one to spare: look for work more often than each ms;
 #                                      more ranks than cores: less often, because looking takes the cores' time
@@ -81,6 +82,8 @@ set_environment() {
     set_default NUMBA_NUM_THREADS "$threads"
     # Horovod would wait for a rank that stalls for ever.
     set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
+    # mpirun would kill ranks a second after it told them to end: too soon to save a model.
+    set_default OMPI_MCA_odls_base_sigkill_timeout 5
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
         set_default HOROVOD_CYCLE_TIME 10

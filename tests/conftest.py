@@ -13,6 +13,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _WAITING = ("slurm", "test_failure.py", "test_harness.py", "test_launch.py", "test_train.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the names of groups become part of the tests' names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two groups, for ``-n 2 --dist loadgroup``: of each, one test runs at a time, in their order.
 

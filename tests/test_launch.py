@@ -276,6 +276,7 @@ class TestRun:
         cores = len(os.sched_getaffinity(0))
         command = dry_run("-np", "1")
         assert f"OMP_NUM_THREADS={cores} " in command
+        assert "OMPI_MCA_odls_base_sigkill_timeout=5 " in command
         assert "yield_when_idle" not in command
 
     def test_several_hosts_reduce_in_a_ring_and_fill_their_slots(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,5 +147,6 @@ def test_the_quick_benchmark_runs_to_its_end() -> None:
     command = [sys.executable, str(BENCHMARKS / "scaling.py"), "--quick"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "loopback, 2 rank(s): 8 points ........" in shown.stdout
+    # in between it may say that others keep the cores busy
+    assert re.search(r"loopback, 2 rank\(s\): 8 points .*\.{8}\n", shown.stdout), shown.stdout
     assert "fastest of all" in shown.stdout
