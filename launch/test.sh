@@ -3,6 +3,7 @@
 #
 #     launch/test.sh [pytest's options and files]
 #
+# With -n 2 --dist loadfile, two files at a time: many tests wait for other programs.
 # The exit status is 0 only if all three pass. pytest runs whatever the other two found, and comes last.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
