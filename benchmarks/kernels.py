@@ -180,10 +180,10 @@ def large_layer(numel: int, density: float, repeats: int) -> dict[str, dict[str,
         for name in ("memcpy", "torch", WITH_SPECTRUM)
     }
     figures[WITH_SPECTRUM]["speedup"] = seconds["torch"] / seconds[WITH_SPECTRUM]
+    wanted = bucket.start + bucket.grads[0]
     for values in ValueFormat:
         bucket.refill()
-        wanted = bucket.x + bucket.grads[0]
-        foreseen = parse(f"topk:values={values.name}").sizes(wanted, [density])
+        foreseen = TopK(values=values.name).sizes(wanted, [density])
         body = compress(bucket, values)
         decoding = take_turns({"": lambda body=body: decompress(bucket, body)}, repeats, lambda: None)
         took = seconds[values.name]

@@ -188,13 +188,8 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     rest = numel - count
     # (rest / count) / 2^r + r is least where 2^r <= rest / count < 2^(r + 1)
     r = max(0, (rest // count).bit_length() - 1)
-    bits = (rest >> r) + count * (r + 1) + rice_parameter_bits(count)
+    bits = (rest >> r) + count * (r + 1) + RICE_BITS * -(-count // RICE_BLOCK)
     return sparse_bytes(count, bits, values)
-
-
-def rice_parameter_bits(count: int) -> int:
-    """Bits of the Rice parameters of ``count`` gaps."""
-    return RICE_BITS * -(-count // RICE_BLOCK)
 
 
 def sparse_bytes(count: int, index_bits: int, values: ValueFormat) -> int:

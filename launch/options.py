@@ -66,9 +66,9 @@ the process at once. The launcher's own exit status may differ.
 
 mpirun answers SIGINT (which is Ctrl-C under horovodrun, too) and SIGTERM with SIGTERM to its ranks a
 second later, and kills them after another second. A large model needs longer to be saved: with
-OMPI_MCA_odls_base_sigkill_timeout=10 both waits are 10 seconds (launch/run.sh sets 5). SIGUSR1 to
-mpirun reaches the ranks at once and kills nobody. SIGTERM to horovodrun ends horovodrun alone: its
-ranks train on.
+OMPI_MCA_odls_base_sigkill_timeout=10 both waits are 10 seconds (launch/run.sh and launch/slurm set
+5). SIGUSR1 to mpirun reaches the ranks at once and kills nobody. SIGTERM to horovodrun ends
+horovodrun alone: its ranks train on.
 
 The data come from --data-dir, else from the environment variable HVA_DATA, else from data/ in this
 repository (launch/fetch_data.sh puts them there) or Debian's package dataset-fashion-mnist. Where

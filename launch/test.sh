@@ -27,6 +27,8 @@ main() {
     find_environment
     # Tests start mpirun and horovodrun by name.
     export PATH=$env_dir/bin:$PATH
+    # Their tensors are small: threads would mostly wait for each other, and spin while they do.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     cd "$root"
 
     check ruff "$python" -m ruff check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,14 +58,8 @@ def errors_of(
         ``float64[C]``.
     """
     errors = np.zeros(len(candidates))
-    for compressor in dict.fromkeys(row.compressor for row in candidates):
-        mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
-        errors[mine] = compressor.errors(
-            x,
-            [candidates[index].level for index in mine],
-            shape=layer.shape,
-            state=(states or {}).get(compressor.state_key),
-        )
+    for compressor, mine, levels, state in _by_compressor(candidates, states):
+        errors[mine] = compressor.errors(x, levels, shape=layer.shape, state=state)
     return errors
 
 
@@ -77,12 +71,19 @@ def sizes_of(
 ) -> Int64s:
     """Bytes of every candidate, ``int64[C]``; arguments as of :func:`errors_of`."""
     sizes = np.zeros(len(candidates), np.int64)
+    for compressor, mine, levels, state in _by_compressor(candidates, states):
+        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape, state=state)
+    return sizes
+
+
+def _by_compressor(
+    candidates: Sequence[Candidate], states: Mapping[Compressor, CodecState] | None
+) -> Iterator[tuple[Compressor, list[int], list[Level], CodecState | None]]:
+    """Each compressor once: the indices and levels of its candidates, and what it has learnt."""
     for compressor in dict.fromkeys(row.compressor for row in candidates):
         mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
         levels = [candidates[index].level for index in mine]
-        state = (states or {}).get(compressor.state_key)
-        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape, state=state)
-    return sizes
+        yield compressor, mine, levels, (states or {}).get(compressor.state_key)
 
 
 def table_of(

@@ -228,10 +228,11 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         if not self.size_varies:
             return super().sizes(x, levels, shape=shape, state=state)
         numel = x.numel()
-        counts = [self.count(numel, level) for level in levels]
         if self._count_varies:
             spectrum = _Spectrum(x)
             counts = self._counts(spectrum, levels) if spectrum.finite else [0] * len(levels)
+        else:
+            counts = [self.count(numel, level) for level in levels]
         if self.format is ValueFormat.sign:
             found, bits = _positions(x, counts)
             rows = zip(found.tolist(), bits.tolist(), strict=True)

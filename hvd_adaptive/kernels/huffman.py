@@ -445,8 +445,8 @@ def _group_for(packed: _Packed, chosen: npt.NDArray[np.int64], bits: int, alphab
     body = packed.body.ctypes.data
     work = _work_arrays()
     _count(body, packed.starts, packed.numels, chosen, bits, alphabet, 1, SAMPLE, counts, work)
-    shares = counts[counts > 0] / max(1, counts.sum())
-    entropy = float(-(shares * np.log2(shares)).sum())
+    shares = counts / max(1, counts.sum())
+    entropy = float(shares @ _ideal_bits(shares))
     return _group_of(entropy, alphabet, int(packed.numels[chosen].sum()))
 
 

@@ -109,6 +109,8 @@ set_environment() {
     set_default PYTHONUNBUFFERED 1
     # Horovod would wait for a rank that stalls for ever.
     set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
+    # mpirun would kill ranks a second after it told them to end: too soon to save a model.
+    set_default OMPI_MCA_odls_base_sigkill_timeout 5
     ((cores == 1)) || set_default HOROVOD_CYCLE_TIME 0.2
     if ((${#nodes[@]} > 1)); then
         # Rings; Open MPI's defaults are far slower over TCP: its allgather takes 1.6 times as long.

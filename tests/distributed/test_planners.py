@@ -110,11 +110,15 @@ def slow_and_without(step: int) -> dict[str, Tensor]:
 @pytest.mark.smoke
 @pytest.mark.ranks(2, 4, 16)
 @pytest.mark.parametrize("name", RECIPES)
-def test_ranks_agree_with_zeros_on_one_a_slow_one_and_a_layer_without_gradients(name: str) -> None:
+@pytest.mark.parametrize(("of", "steps"), [(gradients, STEPS), (slow_and_without, 110)])
+def test_all_ranks_hold_the_same_plans_at_every_step(
+    name: str, of: Callable[[int], dict[str, Tensor]], steps: int
+) -> None:
     model, optimizer = make(RECIPES[name])
-    digests = run(model, optimizer, range(110), of=slow_and_without)
+    digests = run(model, optimizer, range(steps), of=of)
     assert_same_on_all_ranks(digests)
     assert_ranks_hold_the_same(model)
+    # before the first plan, and with it
     assert len(set(digests)) > 1, "nothing was ever decided"
 
 
