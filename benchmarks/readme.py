@@ -387,13 +387,13 @@ def adaptive() -> str:
 
 def training() -> str:
     """Step time and time to accuracy on shaped networks."""
-    from training_tables import RATES, courses_rows, missed, names, steps_rows
+    from training_tables import courses_rows, missed, names, rates_rows, steps_rows
 
     figures = load("training")
     cells = figures["cells"]
-    steps = [steps_rows(cells, model, rate) for model in names(cells, 1, "steps") for rate in RATES]
+    steps = [steps_rows(cells, model, "200mbit") for model in names(cells, 1, "steps")]
     courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
-    tables = [_of_rows(rows) for rows in steps + courses if len(rows) > 1]
+    tables = [_of_rows(rows) for rows in [*steps, rates_rows(cells), *courses] if len(rows) > 1]
     return (
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
         "stock Horovod with ring allreduce, its best setting here; of quick steps the fastest of three "

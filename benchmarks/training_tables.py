@@ -164,7 +164,8 @@ def show(cells: Cells) -> str:
     """All tables, as text."""
     steps = [steps_rows(cells, model, rate) for model in names(cells, 1, "steps") for rate in RATES]
     courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
-    return "\n\n".join(report.table(rows) for rows in steps + courses if len(rows) > 1)
+    found = [*steps, rates_rows(cells), *courses]
+    return "\n\n".join(report.table(rows) for rows in found if len(rows) > 1)
 
 
 def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
@@ -192,6 +193,30 @@ def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
             ]
         )
     return rows
+
+
+def rates_rows(cells: Cells) -> Rows:
+    """A step at every rate, and how many times as long as alone: the heading, and a row each.
+
+    Only of models that were measured at two rates or more.
+    """
+    rows: Rows = [["step (x alone)", *RATES]]
+    for model in names(cells, 1, "steps"):
+        if sum(any(_is_step(key, model, rate) for key in cells) for rate in RATES) < 2:
+            continue
+        for method in names(cells, 2, "steps"):
+            if any(step_of(cells, model, method, rate) for rate in RATES):
+                steps = [_step_and_ratio(cells, model, method, rate) for rate in RATES]
+                rows.append([f"{model}, {method}", *steps])
+    return rows
+
+
+def _step_and_ratio(cells: Cells, model: str, method: str, rate: str) -> str:
+    step = step_of(cells, model, method, rate)
+    if step is None:
+        return "-"
+    times = _number(ratio(cells, model, rate, method, ALONE), "{:.2f}")
+    return f"{_milliseconds(step['median'])} ({times})"
 
 
 PARTS = ("compute", "compress", "communicate", "decompress")

@@ -217,6 +217,18 @@ def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash() -> None:
     assert tables.show({}) == ""
 
 
+def test_steps_at_several_rates_stand_side_by_side() -> None:
+    assert tables.rates_rows(CELLS) == [["step (x alone)", *tables.RATES]]
+    more = {**CELLS, "steps/mlp/topk/1gbit": step(0.15), "steps/lstm/topk/1gbit": step(0.3)}
+    assert tables.rates_rows(more)[1:] == [
+        ["mlp, alone", *["100 ms (1.00)"] * 4],
+        ["mlp, stock-fp32", "-", "2,000 ms (20.00)", "-", "-"],
+        ["mlp, stock-fp16", "-", "1,000 ms (10.00)", "-", "-"],
+        ["mlp, none", "-", "2,000 ms (20.00)", "-", "-"],
+        ["mlp, topk", "-", "200 ms (2.00)", "150 ms (1.50)", "-"],
+    ]
+
+
 def test_what_is_not_measured_has_not_met_its_bar() -> None:
     missed = "\n".join(tables.missed(CELLS))
     assert "lstm, 200mbit: a step of topk is nan of alone" in missed
