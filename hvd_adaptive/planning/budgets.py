@@ -141,7 +141,7 @@ class Bandwidth(BudgetOptions):
     every link carries the payloads of all ranks, so a collective takes as long as its slowest link
     takes for the sum, however that is shared out: all ranks get the levels that fit the slowest link.
     Levels of each rank's own would not help: with four hosts, one of them at a quarter of the others'
-    rate, the same sum takes 1.2 to 1.3 times as long where that one sends only a quarter of its share,
+    rate, the same sum takes 1.3 times as long where that one sends only a quarter of its share,
     because it must receive what the others send instead.
 
     An estimate is as often too high as too low, and a rate falls on between a plan and its steps, so
