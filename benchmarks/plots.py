@@ -19,7 +19,7 @@ import report
 import training_tables as tables
 from training_tables import ALONE, DENSE, FP16, TOPK
 
-MODEL, RATE = "lstm", "200mbit"
+MODEL, RATE = "lstm", tables.BARS_RATE
 COLORS = {
     "compute": "#8c8c8c",
     "compress": "#dd8452",

@@ -387,11 +387,11 @@ def adaptive() -> str:
 
 def training() -> str:
     """Step time and time to accuracy on shaped networks."""
-    from training_tables import courses_rows, missed, names, rates_rows, steps_rows
+    from training_tables import BARS_RATE, courses_rows, missed, names, rates_rows, steps_rows
 
     figures = load("training")
     cells = figures["cells"]
-    steps = [steps_rows(cells, model, "200mbit") for model in names(cells, 1, "steps")]
+    steps = [steps_rows(cells, model, BARS_RATE) for model in names(cells, 1, "steps")]
     courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
     tables = [_of_rows(rows) for rows in [*steps, rates_rows(cells), *courses] if len(rows) > 1]
     return (
@@ -399,7 +399,8 @@ def training() -> str:
         "stock Horovod with ring allreduce, its best setting here; of quick steps the fastest of three "
         "launches. Seconds to the target (what stock fp32 ends with, less half a point, or plus 1 % of "
         "perplexity): steps to the target, times the median step at that rate; where the first steps "
-        f"are dense they cost what those of `none` do. {source('training', figures)}\n\n"
+        "are dense they cost what those of `none` do. `-`: not known. "
+        f"{source('training', figures)}\n\n"
         + "\n\n".join(tables)
         + "\n\n![What a step consists of](benchmarks/results/training_steps.png)\n\n"
         + "![What training reaches, and when](benchmarks/results/training_accuracy.png)\n\n"
