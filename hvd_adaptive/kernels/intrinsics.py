@@ -20,14 +20,15 @@ from numba.extending import intrinsic
 Codegen = Callable[..., Any]
 
 
-def compiled(*freedoms: str) -> Any:
+def compiled(*freedoms: str, inline: bool = False) -> Any:
     """The decorator of all kernels: without the GIL, cached on disk, a division by 0 gives Inf or NaN.
 
     Args:
         freedoms: what LLVM may do with floats: ``reassoc`` (reorder sums), ``contract`` (fuse a product
             and a sum).
+        inline: whether LLVM must inline it, however large it is: part of an inner loop.
     """
-    return njit(nogil=True, cache=True, error_model="numpy", fastmath=set(freedoms))
+    return njit(nogil=True, cache=True, error_model="numpy", fastmath=set(freedoms), forceinline=inline)
 
 
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)

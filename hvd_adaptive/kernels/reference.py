@@ -741,8 +741,8 @@ def sparse_decompress_add_(
 ) -> npt.NDArray[np.uint8]:
     """Add ``scale`` times every value of a body at its index; a layer marked nonfinite becomes NaN.
 
-    A layer is decoded and checked as a whole before anything is added to its output: when a
-    WireError is raised, the layers before the damaged one have been added, the others not touched.
+    A layer is added as a whole or not at all: when a WireError is raised, the layers before the damaged
+    one have been added, and the outputs of the others are as they were.
 
     Args:
         body: uint8, 1-D, contiguous: the layers of one bucket, no header.
