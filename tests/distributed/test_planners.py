@@ -122,6 +122,24 @@ def test_all_ranks_hold_the_same_plans_at_every_step(
     assert len(set(digests)) > 1, "nothing was ever decided"
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("of", "steps"), [(gradients, STEPS), (slow_and_without, 110)])
+def test_a_single_rank_trains_as_if_there_were_no_planner(
+    name: str, of: Callable[[int], dict[str, Tensor]], steps: int
+) -> None:
+    model, optimizer = make(RECIPES[name])
+    assert len(set(run(model, optimizer, range(steps), of=of))) == 1
+    plain = make_model(Layers)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for step in range(steps):
+        sgd.zero_grad()
+        set_gradients(plain, of(step))
+        sgd.step()
+    for mine, expected in zip(weights(model), weights(plain), strict=True):
+        assert torch.equal(mine, expected)
+
+
 @pytest.mark.parametrize("name", ["lgreco", "gravac", "accordion+lgreco"])
 def test_what_is_not_finite_on_one_rank_does_not_stop_planning(name: str) -> None:
     def of(step: int) -> dict[str, Tensor]:
