@@ -252,11 +252,16 @@ class Exchange:
         memory = self._memory[bucket.index]
         work = [_as_float32(grad) for grad in grads]
         x, adds = memory.begin(bucket, work, self._step)
-        total, out = torch.empty_like(x), torch.empty_like(x)
+        # a rule that looks at the gradients again keeps them; else the results take their place
+        results = [torch.empty_like(each) for each in work] if memory.rereads else work
+        total = torch.empty_like(x)
         kept, rests = split(x, bucket.layers), split(total, bucket.layers)
         for rest, held, add in zip(rests, kept, adds, strict=True):
             torch.add(held, add.view(-1), out=rest)
-        running = [_linear(part).rounds(self._batch(bucket, part, total, out)) for part in bucket.parts]
+        outs = [each.view(-1) for each in results]
+        running = [
+            _linear(part).rounds(self._batch(bucket, part, rests, outs)) for part in bucket.parts
+        ]
         pending = [next(each) for each in running]
         rounds: list[Rounds | None] = [*running]
         while any(rounds):
@@ -264,7 +269,6 @@ class Exchange:
             flat = torch.cat([tensor.reshape(-1).to(bucket.dtype) for tensor in tensors])
             reduced = yield from self._sum(bucket, flat)
             pending = _advance(rounds, pending, reduced)
-        outs = split(out, bucket.layers)
         good = [all_finite(each) for each in outs]
         for part in (part for part in bucket.parts if part.keeps):
             for position in (each for each in range(part.start, part.stop) if good[each]):
@@ -272,9 +276,8 @@ class Exchange:
         memory.commit(bucket, x, work, good, self._step)
         for position in (position for position, fine in enumerate(good) if not fine):
             memory.restore(bucket, position, work[position], None)
-        results = shaped(out, bucket)
         memory.finish(bucket, results, good)
-        torch._foreach_copy_(grads, results)
+        _hand_over(results, grads)
 
     def _gather(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
         """Send every rank's codes to every rank, which decodes and adds them."""
@@ -297,9 +300,7 @@ class Exchange:
         if nonfinite:
             self._restore(bucket, codes, local, fine_here & marks)
         memory.finish(bucket, work, good)
-        for grad, result in zip(grads, work, strict=True):
-            if result is not grad:
-                grad.copy_(result)
+        _hand_over(work, grads)
 
     def _sparse(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
         """A sparse gradient: indices and values by allgather, as Horovod does."""
@@ -309,12 +310,12 @@ class Exchange:
 
     # --- what they share --------------------------------------------------------------------------
 
-    def _batch(self, bucket: Bucket, part: Part, x: Tensor, out: Tensor) -> Batch:
+    def _batch(self, bucket: Bucket, part: Part, x: Sequence[Tensor], outs: Sequence[Tensor]) -> Batch:
         """One linear compressor's share of a bucket."""
         layers = bucket.layers[part.start : part.stop]
         return Batch(
-            split(x, bucket.layers)[part.start : part.stop],
-            split(out, bucket.layers)[part.start : part.stop],
+            x[part.start : part.stop],
+            outs[part.start : part.stop],
             layers,
             part.levels,
             keys.layer_keys(self.seed, keys.SHARED, self._step, [layer.index for layer in layers]),
@@ -443,6 +444,13 @@ def _linear(part: Part) -> LinearCompressor:
 def _gathered(part: Part) -> GatheredCompressor:
     assert isinstance(part.compressor, GatheredCompressor), part
     return part.compressor
+
+
+def _hand_over(results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Copy the results that were not formed in the gradients' own memory."""
+    for grad, result in zip(grads, results, strict=True):
+        if result is not grad:
+            grad.copy_(result)
 
 
 def _as_float32(grad: Tensor) -> Tensor:

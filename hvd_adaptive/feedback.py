@@ -85,6 +85,8 @@ class Memory(ABC):
     """
 
     slots: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+    rereads: ClassVar[bool] = False
+    """Whether :meth:`commit`, or :meth:`restore` of what was not committed, looks at the gradients."""
 
     def __init__(self, situation: Situation, dtype: torch.dtype = torch.float32) -> None:
         self._situation = situation
@@ -362,6 +364,7 @@ class _Estimates(Memory):
     """``-h`` in the place of a residual: with the gradient added it is what is to be compressed."""
 
     slots = ("estimate", "mean")
+    rereads = True
 
     def begin(
         self, bucket: Bucket, grads: Sequence[Tensor], step: int
@@ -449,6 +452,7 @@ class _Velocities(Memory):
     """``v`` in the place of the residual, ``u`` in that of the gradient."""
 
     slots = (RESIDUAL, "velocity")
+    rereads = True
 
     def __init__(self, rule: MomentumCorrection, situation: Situation) -> None:
         super().__init__(situation)
