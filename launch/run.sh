@@ -29,14 +29,6 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-assignments=()
-# set_default NAME VALUE
-set_default() {
-    [[ -z ${!1+set} ]] || return 0
-    export "$1=$2"
-    assignments+=("$1=$2")
-}
-
 # host1:4,host2:4 -> one line a host: its slots.
 slots() {
     local host
@@ -78,22 +70,12 @@ set_environment() {
     local_ranks=$(ranks_per_host)
     threads=$((cores / local_ranks))
     ((threads >= 1)) || threads=1
-    set_default OMP_NUM_THREADS "$threads"
-    set_default NUMBA_NUM_THREADS "$threads"
-    # Horovod would wait for a rank that stalls for ever.
-    set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
-    # mpirun would kill ranks a second after it told them to end: too soon to save a model.
-    set_default OMPI_MCA_odls_base_sigkill_timeout 5
+    set_rank_defaults "$threads" "$(number_of_hosts "${hosts:-here}")"
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
         set_default HOROVOD_CYCLE_TIME 10
     elif ((local_ranks < cores)); then
         set_default HOROVOD_CYCLE_TIME 0.2
-    fi
-    if [[ -n $hosts ]] && (($(number_of_hosts "$hosts") > 1)); then
-        set_default OMPI_MCA_coll_tuned_use_dynamic_rules 1
-        set_default OMPI_MCA_coll_tuned_allreduce_algorithm 4
-        set_default OMPI_MCA_coll_tuned_allgatherv_algorithm 3
     fi
 }
 

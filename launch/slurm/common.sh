@@ -99,25 +99,11 @@ print(platform.python_version() + ",", ", ".join(f"{name} {version}" for name, v
         "In a container image: HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1, see launch/setup.sh."
 }
 
-# set_default NAME VALUE
-set_default() { [[ -n ${!1+set} ]] || export "$1=$2"; }
-
 set_environment() {
     local cores=${SLURM_CPUS_PER_TASK:-1}
-    set_default OMP_NUM_THREADS "$cores"
-    set_default NUMBA_NUM_THREADS "$cores"
+    set_rank_defaults "$cores" "${#nodes[@]}"
     set_default PYTHONUNBUFFERED 1
-    # Horovod would wait for a rank that stalls for ever.
-    set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
-    # mpirun would kill ranks a second after it told them to end: too soon to save a model.
-    set_default OMPI_MCA_odls_base_sigkill_timeout 5
     ((cores == 1)) || set_default HOROVOD_CYCLE_TIME 0.2
-    if ((${#nodes[@]} > 1)); then
-        # Rings; Open MPI's defaults are far slower over TCP: its allgather takes 1.6 times as long.
-        set_default OMPI_MCA_coll_tuned_use_dynamic_rules 1
-        set_default OMPI_MCA_coll_tuned_allreduce_algorithm 4
-        set_default OMPI_MCA_coll_tuned_allgatherv_algorithm 3
-    fi
     if [[ -n ${HVA_INTERFACE:-} ]]; then
         set_default OMPI_MCA_btl_tcp_if_include "$HVA_INTERFACE"
         set_default OMPI_MCA_oob_tcp_if_include "$HVA_INTERFACE"
