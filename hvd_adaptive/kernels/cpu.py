@@ -237,7 +237,8 @@ def _sample(x, g, n, hist):
         for line in range(0, 4 * SAMPLE, LINE):
             further = 4 * (start + AHEAD * stride) + line
             prefetch(x + further)
-            prefetch((g if g else x) + further)
+            if g:
+                prefetch(g + further)
         a = carray(float32_pointer(x + 4 * start), SAMPLE)
         b = carray(float32_pointer(g + 4 * start if g else x), SAMPLE)
         for i in range(SAMPLE):
@@ -1376,7 +1377,7 @@ def sparse_shrink_(
         stats = np.zeros((len(offsets) - 1, 4))
         stats[:, 3] = nonfinite
         start = body.data_ptr()  # anew: what was in x has taken the values' places
-        _decode_layer(start, start + size, int(numels[0]), how, *decoded)
+        _read_but_positions(start, start + size, int(numels[0]), how, *decoded)
         _energy_by_layer(offsets, *decoded, count, stats, 0)
         _note_sent(out + written, offsets, work[3], decoded[1], sent, how, stats)
     return buffer[: reserve + written], stats

@@ -91,9 +91,13 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def assert_equal(mine: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(mine, others, strict=True):
+        assert torch.equal(one, other)
+
+
 def assert_ranks_hold_the_same(model: nn.Module) -> None:
-    for mine, first in zip(weights(model), hvd.broadcast_object(weights(model), 0), strict=True):
-        assert torch.equal(mine, first)
+    assert_equal(weights(model), hvd.broadcast_object(weights(model), 0))
 
 
 def slow_and_without(step: int) -> dict[str, Tensor]:
@@ -107,10 +111,13 @@ def slow_and_without(step: int) -> dict[str, Tensor]:
     return found
 
 
+EASY_AND_HARD = pytest.mark.parametrize(("of", "steps"), [(gradients, STEPS), (slow_and_without, 110)])
+
+
 @pytest.mark.smoke
 @pytest.mark.ranks(2, 4, 16)
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("of", "steps"), [(gradients, STEPS), (slow_and_without, 110)])
+@EASY_AND_HARD
 def test_all_ranks_hold_the_same_plans_at_every_step(
     name: str, of: Callable[[int], dict[str, Tensor]], steps: int
 ) -> None:
@@ -124,7 +131,7 @@ def test_all_ranks_hold_the_same_plans_at_every_step(
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("of", "steps"), [(gradients, STEPS), (slow_and_without, 110)])
+@EASY_AND_HARD
 def test_a_single_rank_trains_as_if_there_were_no_planner(
     name: str, of: Callable[[int], dict[str, Tensor]], steps: int
 ) -> None:
@@ -136,8 +143,7 @@ def test_a_single_rank_trains_as_if_there_were_no_planner(
         sgd.zero_grad()
         set_gradients(plain, of(step))
         sgd.step()
-    for mine, expected in zip(weights(model), weights(plain), strict=True):
-        assert torch.equal(mine, expected)
+    assert_equal(weights(model), weights(plain))
 
 
 @pytest.mark.parametrize("name", ["lgreco", "gravac", "accordion+lgreco"])
@@ -237,8 +243,7 @@ def test_a_resumed_run_plans_as_one_that_never_stopped(name: str, at: int) -> No
     run(resumed_model, resumed, range(at, STEPS))
     levels = [(row.layer, row.compressor, row.level) for row in optimizer.plan]
     assert [(row.layer, row.compressor, row.level) for row in resumed.plan] == levels
-    for mine, other in zip(weights(model), weights(resumed_model), strict=True):
-        assert torch.equal(mine, other)
+    assert_equal(weights(model), weights(resumed_model))
     assert len(set(whole)) > 1
 
 
@@ -278,8 +283,7 @@ def test_a_run_goes_on_with_half_as_many_ranks(name: str, monkeypatch: Any) -> N
         everyone = hvd.allgather_object((digests, weights(half_model)))
         other = everyone[hvd.rank() ^ 1]
         assert other[0] == digests
-        for mine, its in zip(weights(half_model), other[1], strict=True):
-            assert torch.equal(mine, its)
+        assert_equal(weights(half_model), other[1])
         if hvd.rank() % 2 == 0 and not name.startswith("gravac"):  # whose search may have ended
             assert any(step > 21 for step in planned), planned
     finally:
