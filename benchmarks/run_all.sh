@@ -16,9 +16,9 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/common.sh"
 
-names=(kernels wire overhead planner planning_cost accuracy allocation bucket_costs training bandwidth_trace
+names=(kernels wire overhead priority planner planning_cost accuracy allocation bucket_costs training bandwidth_trace
     adaptive scaling soak)
-needs_netlab=" bucket_costs training bandwidth_trace adaptive scaling soak "
+needs_netlab=" priority bucket_costs training bandwidth_trace adaptive scaling soak "
 
 benchmarks=$root/benchmarks
 logs=$root/runs/benchmarks

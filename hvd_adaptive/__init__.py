@@ -14,6 +14,7 @@ from hvd_adaptive.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from hvd_adaptive.optimizer import DistributedOptimizer
+    from hvd_adaptive.start import init
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "DistributedOptimizer",
     "Telemetry",
     "__version__",
+    "init",
     "merge_compression_states",
 ]
 
@@ -31,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from hvd_adaptive.optimizer import DistributedOptimizer
 
         return DistributedOptimizer
+    if name == "init":
+        from hvd_adaptive.start import init
+
+        return init
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

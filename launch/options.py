@@ -120,6 +120,7 @@ class Options:
     sparse_as_dense: bool
     seed: int
     threads: int | None
+    niceness: int
     log_every: int
     logdir: Path | None
     result: Path | None
@@ -289,6 +290,9 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=number(int, 0), default=0, metavar="N", help="(%(default)s)")
     add("--threads", type=number(int, 1), metavar="N",
         help="threads of one rank's arithmetic (its share of the cores)")  # fmt: skip
+    add("--niceness", type=number(int, 0, 20), default=10, metavar="N",
+        help="how far Horovod's thread stands back behind computing, 0 to 19; 0: not at all"
+        " (%(default)s)")  # fmt: skip
     add("--log-every", type=number(int, 1), default=10, metavar="N",
         help="steps between two reports of the loss (%(default)s)")  # fmt: skip
     add("--logdir", type=Path, metavar="DIR", help="TensorBoard and JSON logs of rank 0")

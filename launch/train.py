@@ -5,7 +5,7 @@
     mpirun -np 4 python launch/train.py --preset lstm-sotu --compression topk:density=0.01,values=int8
     python launch/train.py --help
 
-What makes it a Horovod script is all in this file and in `loop.py`: look for `hvd.`.
+What makes it a Horovod script is all in this file and in `loop.py`: look for `hvd.` and `hva.`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class End:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse(arguments)
-    hvd.init()
+    if not hvd.is_initialized():
+        hva.init(niceness=options.niceness)
     vote = StopVote()
     try:
         return run(options, vote)

@@ -1,0 +1,73 @@
+"""Start Horovod so that computing goes before communication where both want the same core."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import horovod.torch as hvd
+
+# A tenth of a core where computing takes all of it: what sends is late, but never starves.
+NICENESS = 10
+
+
+def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
+    """Start Horovod as ``hvd.init()`` does, its own thread at a lower priority.
+
+    MPI waits by looking again and again. Horovod's thread, which waits for the other ranks in this way,
+    takes its share of a core from the computation wherever there is no core to spare for it: a rank a
+    core, or more ranks than cores. Ranks that compute then finish later, and those that wait for them
+    take time from them for longer. At a lower priority it takes what computing leaves. Where cores are
+    to spare, nothing changes.
+
+    Only threads that Horovod starts are affected: they inherit the priority, which takes Linux, but no
+    privilege. Elsewhere this is ``hvd.init()``.
+
+    Args:
+        args: of ``hvd.init()``.
+        niceness: how much is added to the thread's nice value, 0 to 19; 0 is ``hvd.init()``. Where
+            processes beside the training keep all cores busy, such as data loaders, use 0: they, too,
+            would go before communication.
+        kwargs: of ``hvd.init()``.
+
+    Raises:
+        ValueError: ``niceness`` is out of range, or as from ``hvd.init()``.
+        TypeError: ``niceness`` is not an integer.
+
+    Warns:
+        RuntimeWarning: Horovod had started already; its thread keeps its priority.
+
+    Example:
+        >>> import horovod.torch as hvd, hvd_adaptive as hva
+        >>> hva.init()
+        >>> hvd.is_initialized()
+        True
+    """
+    if type(niceness) is not int:
+        raise TypeError(f"niceness must be an integer, got {niceness!r}")
+    if not 0 <= niceness <= 19:
+        raise ValueError(f"niceness must be 0 to 19, got {niceness}")
+    if hvd.is_initialized():
+        warnings.warn(
+            "Horovod has started already, so its thread keeps its priority: call hvd_adaptive.init() "
+            "in the place of hvd.init()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    elif niceness == 0 or sys.platform != "linux":
+        hvd.init(*args, **kwargs)
+    else:
+        # A thread inherits the priority of the one that starts it, and nobody may raise it again.
+        with ThreadPoolExecutor(1, initializer=_give_way, initargs=(niceness,)) as pool:
+            pool.submit(hvd.init, *args, **kwargs).result()
+
+
+def _give_way(niceness: int) -> None:
+    """Lower this thread's priority; on Linux each thread has its own."""
+    thread = threading.get_native_id()
+    lower = os.getpriority(os.PRIO_PROCESS, thread) + niceness
+    os.setpriority(os.PRIO_PROCESS, thread, min(lower, 19))
