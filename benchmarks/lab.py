@@ -43,7 +43,6 @@ THREADS = {
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    "HOROVOD_CYCLE_TIME": "10",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
 }
 RING = {

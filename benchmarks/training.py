@@ -9,7 +9,7 @@
 There are two kinds of cells. Each is stored as soon as it is measured, and not measured again.
 
 *steps* trains for some dozens of steps on 4 hosts (launch/netlab.sh) and takes the median step after
-the first ones; of quick steps the least of three launches. The method ``alone`` is 4 runs of one rank
+the first ones; of quick steps the least of two launches. The method ``alone`` is 4 runs of one rank
 that exchange nothing, at the same time on the same 4 hosts: what a step costs when communication and
 compression cost nothing. Stock Horovod and ``none`` use Open MPI's ring allreduce, which is made for
 large tensors; ``-default`` is what Open MPI chooses by itself.
@@ -76,7 +76,7 @@ class Model:
     eval_every: int
     kimad_seconds: float
     options: tuple[str, ...] = ()
-    launches: int = 3
+    launches: int = 2
 
 
 MODELS = {
@@ -359,8 +359,8 @@ def _spread(seconds: list[float]) -> dict[str, Any]:
 
 
 def setting(cell: Cell) -> list[str]:
-    """What makes two measurements of a cell comparable."""
-    environment = {**lab.THREADS, **METHODS[cell.method].environment}
+    """What makes two measurements of a cell comparable; what a course learns has no environment."""
+    environment = {**lab.THREADS, **METHODS[cell.method].environment} if cell.rate else {}
     return [*cell.arguments(), *(f"{name}={value}" for name, value in environment.items())]
 
 

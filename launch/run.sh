@@ -22,8 +22,7 @@
 #     OMPI_MCA_coll_tuned_*            several hosts: rings; Open MPI's defaults are far slower over TCP
 #     OMPI_MCA_odls_base_sigkill_timeout=5   seconds that ranks have to save a checkpoint when a signal ends them
 #     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
-#     HOROVOD_CYCLE_TIME               a core for each rank and one to spare: look for work more often than each ms;
-#                                      more ranks than cores: less often, because looking takes the cores' time
+#     HOROVOD_CYCLE_TIME=0.2           a core for each rank and one to spare: look for work more often than each ms
 # horovodrun passes the whole environment on to every host, and binds no rank to a core.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
@@ -73,7 +72,6 @@ set_environment() {
     set_rank_defaults "$threads" "$(number_of_hosts "${hosts:-here}")"
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
-        set_default HOROVOD_CYCLE_TIME 10
     elif ((local_ranks < cores)); then
         set_default HOROVOD_CYCLE_TIME 0.2
     fi

@@ -67,9 +67,11 @@ class World:
     def restart_horovod(self) -> None:
         import horovod.torch as hvd
 
+        import hvd_adaptive as hva
+
         if hvd.is_initialized():
             hvd.shutdown()
-        hvd.init(process_sets="dynamic")
+        hva.init(process_sets="dynamic")
 
     def log(self, event: str, **fields: Any) -> None:
         if self._log is not None:
