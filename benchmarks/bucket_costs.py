@@ -161,7 +161,7 @@ def work(options: argparse.Namespace) -> None:
 
     global _recorder  # noqa: PLW0603 - the planner is made by the library: this is the way in
     REGISTRY["lgreco-time-recorded"] = RecordedLGreCoTime  # a plan names its planner by this
-    hvd.init()
+    hva.init()
     torch.set_num_threads(1)
     preset = prepare(QUICK if options.quick else JOB)
     # errors, which trials do not use but every plan waits for, are measured once a trial

@@ -68,7 +68,7 @@ def measure_steps(rounds: int, block: int) -> dict[str, Any]:
 
     import hvd_adaptive as hva
 
-    hvd.init()
+    hva.init()
     torch.set_num_threads(1)
     optimizers: dict[str, Callable[..., Any]] = {
         "stock": hvd.DistributedOptimizer,

@@ -110,9 +110,10 @@ def work(case: Case) -> dict[str, Any]:
     import horovod.torch as hvd
     import torch
 
+    import hvd_adaptive as hva
     from hvd_adaptive.pilot import SAMPLES
 
-    hvd.init()
+    hva.init()
     torch.set_num_threads(1)
     times = {name: Times([], []) for name in ("with", "without", "again")}
     runs = {

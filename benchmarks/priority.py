@@ -43,7 +43,7 @@ def measure(wanted: list[str], out: Path | None, launches: int) -> dict[str, Any
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     found: dict[str, Any] = load(out)
     for title in wanted:
-        rows: dict[str, dict[str, list[float]]] = {
+        steps: dict[str, dict[str, list[float]]] = {
             method: {start: [] for start in NICENESS} for method in METHODS
         }
         with lab.Lab(RANKS[title], RATE) as hosts:
@@ -53,11 +53,11 @@ def measure(wanted: list[str], out: Path | None, launches: int) -> dict[str, Any
                     runs = hosts.train_each([[*words, *each] for each in METHODS.values()])
                     for method, result in zip(METHODS, runs, strict=True):
                         step = statistics.median(result["step_seconds"][SETTLE:])
-                        rows[method][start].append(step)
+                        steps[method][start].append(step)
                         print(
                             f"{title}, {number + 1}, {start}, {method}: {1e3 * step:.0f} ms", flush=True
                         )
-        found[title] = rows
+        found[title] = steps
         if out is not None:
             report.write(out.stem, {"rate": RATE, "cases": found}, out.parent)
     return found
@@ -77,14 +77,14 @@ def gain(starts: dict[str, list[float]]) -> float:
     return before / after
 
 
-def show(cases: dict[str, Any]) -> None:
-    """One row a case and method."""
-    rows: list[list[object]] = [["LSTM, 2 cores", "method", *NICENESS, "median x faster"]]
+def rows(cases: dict[str, Any]) -> list[list[object]]:
+    """A table: one row a case and method."""
+    found: list[list[object]] = [["LSTM, 2 cores", "method", *NICENESS, "median x faster"]]
     for title, methods in cases.items():
         for method, starts in methods.items():
             steps = [_spread(starts[name]) for name in NICENESS]
-            rows.append([title, method, *steps, f"{gain(starts):.2f}"])
-    print(report.table(rows))
+            found.append([title, method, *steps, f"{gain(starts):.2f}"])
+    return found
 
 
 def _spread(seconds: list[float]) -> str:
@@ -118,7 +118,10 @@ def main() -> int:
         cases.update(measure(wanted, out, 1 if args.quick else LAUNCHES))
 
     return cells.complete(
-        measure_them if wanted else None, lambda: show(cases), lambda: missed(cases), args.check
+        measure_them if wanted else None,
+        lambda: print(report.table(rows(cases))),
+        lambda: missed(cases),
+        args.check,
     )
 
 

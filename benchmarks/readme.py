@@ -186,6 +186,18 @@ def overhead() -> str:
     )
 
 
+def priority() -> str:
+    """Steps with Horovod's thread behind computing, and without."""
+    from priority import rows
+
+    figures = load("priority")
+    return (
+        "Where there is no core to spare: the LSTM on hosts that share 2 cores, links of 1 Gbit/s; the "
+        "median launch's step, and those of the fastest and the slowest one. "
+        f"{source('priority', figures)}\n\n{_of_rows(rows(figures['cases']))}"
+    )
+
+
 def accuracy() -> str:
     """Every compressor's training against dense training."""
     from accuracy import SETTINGS, rows_of
@@ -396,8 +408,8 @@ def training() -> str:
     tables = [_of_rows(rows) for rows in [*steps, rates_rows(cells), *courses] if len(rows) > 1]
     return (
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
-        "stock Horovod with ring allreduce, its best setting here; of quick steps the fastest of three "
-        "launches. Seconds to the target (what stock fp32 ends with, less half a point, or plus 1 % of "
+        "stock Horovod with ring allreduce and started by `hva.init()`, its best settings here; of "
+        "quick steps the faster of two launches. Seconds to the target (what stock fp32 ends with, less half a point, or plus 1 % of "
         "perplexity): steps to the target, times the median step at that rate; where the first steps "
         "are dense they cost what those of `none` do. `-`: not known. "
         f"{source('training', figures)}\n\n"
@@ -509,6 +521,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "adaptive": adaptive,
     "training": training,
     "overhead": overhead,
+    "priority": priority,
     "scaling": scaling,
     "soak": soak,
 }

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 import horovod.torch as hvd
 from torch import nn
 
+import hvd_adaptive as hva
 import options as command_line
 import train
 from agreement import EXIT_CODES, StopVote
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--every", type=int, default=100, help="steps between two comparisons")
     mine, others = parser.parse_known_args(arguments)
-    hvd.init()
+    hva.init()
     return soak(command_line.parse(others), mine.seconds, mine.every)
 
 

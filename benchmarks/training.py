@@ -66,9 +66,8 @@ class Model:
         eval_every: steps between two evaluations of a course.
         kimad_seconds: the step time that Kimad is asked to keep.
         options: of train.py, in courses.
-        launches: in which quick steps are measured; of their medians the least counts. Where ranks
-            share cores, some launches stay slow to their end: those who wait take time from those who
-            compute.
+        launches: in which quick steps are measured; of their medians the least counts, because the
+            machine is slower for a while at times.
     """
 
     preset: str

@@ -17,6 +17,7 @@ import pytest
 
 import options
 import plots
+import priority
 import training
 import training_tables as tables
 
@@ -252,6 +253,23 @@ def test_bars_that_are_met_are_not_named() -> None:
     for seed in range(3):
         cells[f"course/mlp/qsgd/{seed}"] = course({10: 0.1})
     assert tables.missed(cells) == []
+
+
+# ---------------------------------------------------------------------------------------- priority
+
+
+def test_a_priority_that_harms_the_median_launch_misses_its_bar() -> None:
+    quicker = {"hvd.init()": [0.3, 0.2, 0.2], "hva.init()": [0.1, 0.5, 0.1]}
+    slower = {"hvd.init()": [0.100, 0.1, 0.1], "hva.init()": [0.104, 0.104, 0.1]}
+    cases = {"a rank a core": {"topk": quicker, "stock-fp16": slower}}
+    heading, *found = priority.rows(cases)
+    assert heading[2:4] == ["hvd.init()", "hva.init()"]
+    assert found == [
+        ["a rank a core", "topk", "200 (200 to 300) ms", "100 (100 to 500) ms", "2.00"],
+        ["a rank a core", "stock-fp16", "100 (100 to 100) ms", "104 (100 to 104) ms", "0.96"],
+    ]
+    [harmed] = priority.missed(cases)
+    assert "stock-fp16: hva.init() takes 1.04 x the step" in harmed
 
 
 # ---------------------------------------------------------------------------------------- pictures
