@@ -29,9 +29,9 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
 
     Args:
         args: of ``hvd.init()``.
-        niceness: how much is added to the thread's nice value, 0 to 19; 0 is ``hvd.init()``. Where
-            processes beside the training keep all cores busy, such as data loaders, use 0: they, too,
-            would go before communication.
+        niceness: how much is added to the thread's nice value, 0 to 19; 0 is ``hvd.init()``. Other
+            processes that keep the cores busy, such as data loaders, go before communication, too;
+            with one a core, steps were still no longer than with ``hvd.init()``.
         kwargs: of ``hvd.init()``.
 
     Raises:
