@@ -38,10 +38,12 @@ LAUNCHES = 4
 BAR = 1.03
 
 
-def measure(wanted: list[str], out: Path | None, launches: int) -> dict[str, Any]:
-    """The median step of each launch, in seconds, by ranks, method and start; stored as they come."""
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, launches: int) -> None:
+    """Add to ``cases`` each launch's median step, in seconds, by method and start.
+
+    A case is stored when all of its launches are done.
+    """
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    found: dict[str, Any] = load(out)
     for title in wanted:
         steps: dict[str, dict[str, list[float]]] = {
             method: {start: [] for start in NICENESS} for method in METHODS
@@ -57,10 +59,9 @@ def measure(wanted: list[str], out: Path | None, launches: int) -> dict[str, Any
                         print(
                             f"{title}, {number + 1}, {start}, {method}: {1e3 * step:.0f} ms", flush=True
                         )
-        found[title] = steps
+        cases[title] = steps
         if out is not None:
-            report.write(out.stem, {"rate": RATE, "cases": found}, out.parent)
-    return found
+            report.write(out.stem, {"rate": RATE, "cases": cases}, out.parent)
 
 
 def load(out: Path | None) -> dict[str, Any]:
@@ -108,17 +109,15 @@ def main() -> int:
     args = options.parse_args()
     wanted = cells.chosen(options, args.only, RANKS)
     out = None if args.quick else args.out
-    cases: dict[str, Any] = load(out)
+    cases = load(out)
     if args.quick:
         wanted = wanted[:1]
     elif not args.redo:
         wanted = [title for title in wanted if title not in cases]
 
-    def measure_them() -> None:
-        cases.update(measure(wanted, out, 1 if args.quick else LAUNCHES))
-
+    launches = 1 if args.quick else LAUNCHES
     return cells.complete(
-        measure_them if wanted else None,
+        (lambda: measure(wanted, cases, out, launches)) if wanted else None,
         lambda: print(report.table(rows(cases))),
         lambda: missed(cases),
         args.check,

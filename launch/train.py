@@ -88,6 +88,7 @@ class End:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse(arguments)
+    # One process may train several times.
     if not hvd.is_initialized():
         hva.init(niceness=options.niceness)
     vote = StopVote()
