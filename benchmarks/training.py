@@ -134,6 +134,8 @@ def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Met
     return Method(("--compression", compression, *options, *planned), **{**settle, **more})
 
 
+SEVERAL = ("lstm", "resnet")
+"""A model of a few large layers, and one of many small ones: for planners that combine others."""
 INT8 = "topk:density=0.01,values=int8"
 METHODS = {
     ALONE: Method(("--optimizer", "stock")),
@@ -142,15 +144,17 @@ METHODS = {
     "none": _own("none", settle=3, heavy=True),
     "fp16": _own("fp16", settle=3, heavy=True),
     TOPK: _own(INT8, warmup=0.05),
-    "topk-cap6": _own(INT8, "--bucket-cap-mb", "6", models=("lstm", "mlp")),
-    "topk-fp32": _own("topk:density=0.01", warmup=0.05),
-    "topk-10": _own("topk:density=0.1,values=int8", warmup=0.05),
     "powersgd": _own("powersgd:rank=4", warmup=0.02),
     "qsgd": _own("qsgd:bits=4"),
     "lgreco": _own(INT8, planner="lgreco:period=50"),
     "kimad": _own(INT8, planner="kimad:seconds={seconds}"),
     "gravac": _own(INT8, planner="gravac:window=25"),
     "accordion": _own(INT8, planner="accordion:period=25"),
+    "kimad+": _own(INT8, planner="kimad+:seconds={seconds},period=10", models=SEVERAL),
+    "lgreco-time": _own(INT8, planner="lgreco-time:period=50", models=SEVERAL),
+    "accordion+lgreco": _own(INT8, planner="accordion+lgreco:period=25", models=SEVERAL),
+    "gravac+lgreco": _own(INT8, planner="gravac+lgreco:window=25", models=SEVERAL),
+    "cgx": _own(INT8, planner="cgx:period=50", models=SEVERAL),
     "stock-fp32-default": _stock("none", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
     "stock-fp16-default": _stock("fp16", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
 }
@@ -237,12 +241,12 @@ def _step_cells(model: str, rate: str, methods: Iterable[str]) -> Iterator[Cell]
 
 def _has_course(name: str) -> bool:
     """Not where only the way changes that the same gradients travel."""
-    return name not in (ALONE, *SAME) and METHODS[name].models == tuple(MODELS)
+    return name not in (ALONE, *SAME) and METHODS[name].environment == lab.RING
 
 
 def _course_cells(model: str, seed: int, methods: Iterable[str]) -> Iterator[Cell]:
     for name in methods:
-        if _has_course(name):
+        if _has_course(name) and model in METHODS[name].models:
             rate = "200mbit" if METHODS[name].follows_rate else ""
             yield Cell("course", model, name, rate, str(seed))
 

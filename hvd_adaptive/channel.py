@@ -36,6 +36,10 @@ class Channel(ABC):
         """Start to take the minimum over the ranks; ``float64[n]``, the same n on all."""
 
     @abstractmethod
+    def gather(self, values: Float64s) -> Pending:
+        """Start to gather ``float64[n]`` of every rank, the same n on all, as ``float64[ranks, n]``."""
+
+    @abstractmethod
     def broadcast(self, message: str) -> str:
         """The first rank's message, on all ranks; what the others pass is not looked at."""
 
@@ -69,6 +73,12 @@ class MpiChannel(Channel):
         """A minimum that goes on while others compute."""
         return self._reduce(values, self._min)
 
+    def gather(self, values: Float64s) -> Pending:
+        """An allgather that goes on while others compute."""
+        mine = np.ascontiguousarray(values, np.float64)
+        out = np.empty((self._comm.size, len(mine)))
+        return _pending(self._comm.Iallgather(mine, out), mine, out)
+
     def broadcast(self, message: str) -> str:
         """Blocks until the first rank has called."""
         data = np.frombuffer(message.encode(), np.uint8)
@@ -81,14 +91,18 @@ class MpiChannel(Channel):
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
         mine, out = np.ascontiguousarray(values, np.float64), np.empty(values.shape)
-        request = self._comm.Iallreduce(mine, out, operation)
+        return _pending(self._comm.Iallreduce(mine, out, operation), mine, out)
 
-        def wait(sent: Float64s = mine) -> Float64s:
-            request.Wait()
-            del sent  # kept alive until now: mpi4py does not
-            return out
 
-        return wait
+def _pending(request: Any, mine: Float64s, out: Float64s) -> Pending:
+    """Waits for a request; until then both buffers are kept alive, which mpi4py does not do."""
+
+    def wait(sent: Float64s = mine) -> Float64s:
+        request.Wait()
+        del sent
+        return out
+
+    return wait
 
 
 class HorovodChannel(Channel):
@@ -114,6 +128,15 @@ class HorovodChannel(Channel):
         """A minimum."""
         return self._reduce(values, hvd.Min)
 
+    def gather(self, values: Float64s) -> Pending:
+        """An allgather."""
+        handle = hvd.allgather_async(
+            torch.from_numpy(np.ascontiguousarray(values, np.float64)).view(1, -1),
+            name=self._next_name(),
+            process_set=self._process_set,
+        )
+        return lambda: hvd.synchronize(handle).numpy()
+
     def broadcast(self, message: str) -> str:
         """The first of what all ranks gather."""
         control = Control(f"{self._name}.plan", self._process_set)
@@ -121,14 +144,17 @@ class HorovodChannel(Channel):
         return str(control.allgather(mine)[0])
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
-        self._count += 1
         handle = hvd.allreduce_async(
             torch.from_numpy(np.ascontiguousarray(values, np.float64)),
             op=operation,
-            name=f"{self._name}.{self._count}",
+            name=self._next_name(),
             process_set=self._process_set,
         )
         return lambda: hvd.synchronize(handle).numpy()
+
+    def _next_name(self) -> str:
+        self._count += 1
+        return f"{self._name}.{self._count}"
 
 
 def open_channel(

@@ -25,7 +25,7 @@ from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.failure import name_this_rank
 from hvd_adaptive.feedback import Feedback
-from hvd_adaptive.pilot import Pilot
+from hvd_adaptive.pilot import Pilot, check_own_levels
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.reducer import Options, Reducer
 from hvd_adaptive.routing import Choice, Spec
@@ -147,7 +147,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             _at_least(0, "warmup_steps", warmup_steps),
             _positive("bucket_cap_mb", bucket_cap_mb) * (1 << 20),
             _group_names(groups, named),
-            _recipe(planner, choice),
+            _recipe(planner, choice, candidates),
             tuple(parse(spec) for spec in candidates),
         )
         return choice, options, named
@@ -421,8 +421,8 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _recipe(planner: str | Recipe | None, choice: Choice) -> Recipe | None:
-    """The planner; ValueError if there is nothing that it could decide."""
+def _recipe(planner: str | Recipe | None, choice: Choice, candidates: Sequence[Spec]) -> Recipe | None:
+    """The planner; ValueError if there is nothing that it could decide, or more than it can."""
     if planner is None:
         return None
     recipe = planning.parse(planner)
@@ -431,6 +431,7 @@ def _recipe(planner: str | Recipe | None, choice: Choice) -> Recipe | None:
             f"planner={planner!r} has nothing to decide: no compressor here has levels for each layer. "
             "Name one, such as compression='topk:density=0.01'"
         )
+    check_own_levels(recipe, choice, candidates)
     return recipe
 
 

@@ -23,14 +23,15 @@ import numpy as np
 from torch import Tensor
 
 from hvd_adaptive.channel import Channel, Pending
-from hvd_adaptive.compressors import Compressor, format_spec
-from hvd_adaptive.compressors.base import CodecState, Level
+from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec
+from hvd_adaptive.compressors.base import CodecState, GatheredCompressor, Level
 from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of, sizes_of
 from hvd_adaptive.exchange import Trip
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import DENSE, Facts, Need, Recipe, StepFacts, Table, Transfer
-from hvd_adaptive.planning.facts import Float64s
-from hvd_adaptive.routing import Expected
+from hvd_adaptive.planning.facts import Float64s, Int64s
+from hvd_adaptive.planning.planners import format_recipe
+from hvd_adaptive.routing import Choice, Expected
 from hvd_adaptive.telemetry import Meter
 
 LAG = 5
@@ -125,7 +126,7 @@ class Pilot:
         self._needs = self._planner.needs
         self._channel = channel
         self._meter = meter
-        self._first = rank == 0
+        self._rank, self._first = rank, rank == 0
         self._ranks = ranks
         self._alternatives = tuple(alternatives)
         self._states = {} if states is None else states
@@ -137,6 +138,8 @@ class Pilot:
         self._factors_since = 0
         self._decided = False
         self._levels: dict[str, int] = {}
+        self._told: list[list[int]] = []
+        """The last decision's levels: a row that counts for all ranks, or a row for each."""
         self.expected: dict[str, Expected] = {}
         """Of every layer under the last plan, where errors were measured."""
         self._forecast = Forecast(meter)
@@ -186,7 +189,7 @@ class Pilot:
             self._future.exception()  # waits: the planner must not plan and observe at once
         self._rows = {layer.name: self._row(layer, own) for layer, own in layers}
         self._levels = {name: row.default for name, row in self._rows.items()}
-        self.expected = {}
+        self._told, self.expected = [], {}
         # a plan of other layers is of no use
         self._averages = self._table = self._trigger = self._message = self._future = None
         self._sampled = 0
@@ -228,6 +231,11 @@ class Pilot:
     def exact(self) -> bool:
         """Whether it decides on a step's gradients before they are sent."""
         return Need.GAINS_FIRST in self._needs
+
+    @property
+    def own_levels(self) -> bool:
+        """Whether every rank has levels of its own."""
+        return Need.OWN_ERRORS in self._needs
 
     @property
     def sees_feedback(self) -> bool:
@@ -366,22 +374,29 @@ class Pilot:
     def _plan(self, step: int, measured: Float64s) -> str:
         """What all ranks are told: the decision, and what is expected of it."""
         start = perf_counter()
-        table, energies = self._table_of(measured)
-        decision = self._planner.plan(Facts(step, table, self._bucket_array(), self._other_bytes))
+        everyone = np.atleast_2d(measured)
+        mean = self._table_of(everyone.mean(axis=0))
+        # of as many ranks as there are now: a run may have been resumed with others
+        own = [self._table_of(each) for each in everyone] if len(everyone) == self._ranks > 1 else []
+        facts = Facts(step, mean[0], self._bucket_array(), self._other_bytes, tuple(t for t, _ in own))
+        decision = self._planner.plan(facts)
+        seen, choices = (own, decision.own) if decision.own else ([mean], (decision.levels,))
+        levels = [choice.tolist() for choice in choices]
         # made here and not when it is sent, because what fails here is told to all ranks
         return json.dumps(
             {
-                "levels": decision.levels.tolist(),
-                "changed": not self._decided or decision.levels.tolist() != [*self._levels.values()],
+                "levels": levels,
+                "changed": not self._decided or levels != self._told,
                 "factor": decision.factor,
                 "factors": list(self._planner.factors),
                 "report": {**decision.report, "planner_seconds": perf_counter() - start},
                 "reasons": list(decision.reasons),
                 "errors": [
-                    0.0 if index == DENSE else float(row[index])
-                    for row, index in zip(table.errors, decision.levels, strict=True)
+                    _errors_at(table, choice) for (table, _), choice in zip(seen, choices, strict=True)
                 ],
-                "energies": energies.tolist() if Need.ERRORS in self._needs else [],
+                "energies": [
+                    energies.tolist() if Need.ERRORS in self._needs else [] for _, energies in seen
+                ],
             }
         )
 
@@ -418,11 +433,12 @@ class Pilot:
         return not busy and self._planner.due(step - 1), ready
 
     def collect(self, step: int) -> None:
-        """Start to average the tables of all ranks; all of them call it."""
+        """Start to average, or to gather, the tables of all ranks; all of them call it."""
         if Need.ERRORS in self._needs and not self._sampled:
             return  # asked again until something was measured
         self._trigger, self._sampled = step, 0
-        self._averages = self._channel.mean(self._take_measured())
+        join = self._channel.gather if self.own_levels else self._channel.mean
+        self._averages = join(self._take_measured())
 
     def adopt(self, step: int) -> dict[str, Assignment] | None:
         """Take over the first rank's decision; all ranks call it.
@@ -465,8 +481,11 @@ class Pilot:
     def _use(self, decided: dict[str, Any], step: int) -> dict[str, Assignment] | None:
         if "error" in decided:
             raise RuntimeError(f"the planner failed on the first rank: {decided['error']}")
-        self._levels = dict(zip(self._rows, decided["levels"], strict=True))
-        foreseen = zip(decided["errors"], decided["energies"], strict=False)
+        self._told = decided["levels"]
+        # a decision for other ranks, in a resumed run, has a row that all can use: the first
+        mine = self._rank if len(self._told) == self._ranks else 0
+        self._levels = dict(zip(self._rows, self._told[mine], strict=True))
+        foreseen = zip(decided["errors"][mine], decided["energies"][mine], strict=False)
         self.expected = {
             name: (error, energy)
             for name, (error, energy) in zip(self._rows, foreseen, strict=False)
@@ -529,6 +548,7 @@ class Pilot:
             "recipe": type(self.recipe).__name__,
             "planner": self._planner.state_dict(),
             "levels": dict(self._levels),
+            "told": [list(row) for row in self._told],
             "expected": dict(self.expected),
             "factor": self._factor,
             "decided": self._decided,
@@ -579,6 +599,7 @@ class Pilot:
         self._trigger, self._message = state["trigger"], state["message"]
         self._table = None if state["table"] is None else np.array(state["table"])
         self._levels = dict(state["levels"])
+        self._told = [list(row) for row in state["told"]]
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         for name, row in self._rows.items():
             sums, row.samples, total = state["measured"][name]
@@ -658,6 +679,36 @@ def nominal_factor(candidate: Candidate, layer: Layer) -> float:
         return 1.0 / float(candidate.level)
     payload = candidate.compressor.wire_bytes(layer.numel, candidate.level, shape=layer.shape)
     return layer.nbytes / max(1, payload)
+
+
+def check_own_levels(recipe: Recipe, choice: Choice, alternatives: Sequence[object] = ()) -> None:
+    """ValueError if ranks are to have levels of their own, which these compressors do not allow.
+
+    A sum needs the same of all ranks; of what is gathered, each rank tells its levels with it, but not
+    its compressors.
+    """
+    if Need.OWN_ERRORS not in recipe.planner().needs:
+        return
+    summed = [
+        each.name
+        for each in choice.compressors
+        if not isinstance(each, GatheredCompressor | CastCompressor)
+    ]
+    if summed or alternatives:
+        raise ValueError(
+            f"planner={format_recipe(recipe)!r} gives each rank levels of its own, which works with "
+            "one compressor a layer whose payloads are gathered, such as topk or qsgd: "
+            + (f"{summed[0]!r} is summed" if summed else "there are candidates")
+            + "; write per_worker=false, or another compressor"
+        )
+
+
+def _errors_at(table: Table, choice: Int64s) -> list[float]:
+    """Of every layer; a dense one has none."""
+    return [
+        0.0 if index == DENSE else float(row[index])
+        for row, index in zip(table.errors, choice, strict=True)
+    ]
 
 
 def label(candidate: Candidate) -> str:

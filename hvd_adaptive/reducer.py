@@ -22,11 +22,11 @@ from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.pilot import Assignment, Pilot, on_link
+from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.routing import Choice, make_plan
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 
 _NO_BUCKET = -1
 
@@ -534,7 +534,9 @@ class Reducer:
         self._waiting = [len(bucket.layers) for bucket in self._buckets]
         in_order = [layer for name, layer in by_name.items() if name in routes]
         expected = self._pilot.expected if self._pilot else {}
-        self.plan = make_plan(in_order, routes, self.plan.version + 1, self.rounds, expected)
+        own_levels = self._pilot is not None and self._pilot.own_levels
+        version = self.plan.version + 1
+        self.plan = make_plan(in_order, routes, version, self.rounds, expected, own_levels)
         self._exchange.meter.plan(self.plan, self.rounds)
 
     def _attach_pilot(
@@ -622,6 +624,8 @@ class Reducer:
                 raise ValueError("between steps only: call it before backward(), or after step()")
             choice = build(self._choice)
             choice.check_patterns([layer.name for layer in self._layers()])
+            if self._options.planner is not None:
+                check_own_levels(self._options.planner, choice, self._options.candidates)
             return choice
 
         self._choice = self._control.agree(

@@ -220,11 +220,12 @@ def make_plan(
     version: int,
     step: int,
     expected: Mapping[str, Expected] | None = None,
+    own_levels: bool = False,
 ) -> Plan:
     """The routes as a plan; ``expected`` is what a planner foresees of some layers, by name."""
     foreseen = expected or {}
     rows = (_row(layer, routes[layer.name], foreseen.get(layer.name)) for layer in layers)
-    return Plan(tuple(rows), version=version, step=step)
+    return Plan(tuple(rows), version, step, own_levels)
 
 
 def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:

@@ -28,7 +28,7 @@ def merge_compression_states(states: Sequence[Mapping[str, Any]]) -> dict[str, A
 
     Example:
         >>> one, other = (
-        ...     {"format": 3, "rounds": 7, "kept": {"w": {"residual": torch.tensor([value])}}}
+        ...     {"format": 4, "rounds": 7, "kept": {"w": {"residual": torch.tensor([value])}}}
         ...     for value in (1.0, 2.0)
         ... )
         >>> merge_compression_states([one, other])["kept"]["w"]["residual"]

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hvd_adaptive.planning import (
     parse,
 )
 from hvd_adaptive.planning.allocators import Allowance, AsGiven, GlobalThreshold, MinErrorKnapsack
-from hvd_adaptive.planning.budgets import Bandwidth, Static
+from hvd_adaptive.planning.budgets import Bandwidth, Budget, Static
 from hvd_adaptive.planning.knapsack import Infeasible
 from hvd_adaptive.planning.planners import Pricing, format_recipe
 
@@ -163,6 +164,8 @@ def test_needs_are_those_of_the_parts() -> None:
     assert needs["lgreco"] == needs["cgx"] == {Need.ERRORS}
     assert needs["lgreco-time"] == {Need.ERRORS, Need.BUCKETS}
     assert needs["kimad"] == needs["kimad+"] == {Need.ERRORS, Need.TRANSFERS}
+    own = parse("kimad+:seconds=1,per_worker=true").planner().needs
+    assert own == {Need.ERRORS, Need.TRANSFERS, Need.OWN_ERRORS}
     assert needs["gravac"] == {Need.GAINS}
     assert needs["gravac+lgreco"] == {Need.GAINS, Need.ERRORS}
     assert needs["accordion"] == {Need.ENERGY, Need.LEARNING_RATE}
@@ -200,6 +203,61 @@ def test_kimad_plus_loses_less_than_kimad_with_the_same_bytes() -> None:
     assert len(set(one.levels.tolist())) == 1
     assert one.report["max_bytes"] == other.report["max_bytes"]
     assert other.report["error"] < one.report["error"]
+
+
+def own_tables(ranks: int) -> tuple[Table, list[Table]]:
+    """Ranks whose errors differ, and their mean."""
+    own = [replace(table(), errors=table(seed=rank).errors) for rank in range(ranks)]
+    mean = [np.mean([each.errors[layer] for each in own], axis=0) for layer in range(LAYERS)]
+    return replace(own[0], errors=tuple(mean)), own
+
+
+class Bytes(Budget):
+    """So many, and levels for each rank."""
+
+    needs = frozenset({Need.OWN_ERRORS})
+
+    def __init__(self, nbytes: float) -> None:
+        self.nbytes = nbytes
+
+    def allow(self, table: Table) -> Allowance:
+        return Allowance(max_bytes=self.nbytes)
+
+
+@pytest.mark.parametrize("share", [1 / 900, 1 / 100, 1 / 40, 1 / 12])
+def test_levels_of_each_rank_lose_least_within_the_same_bytes(share: float) -> None:
+    mean, own = own_tables(3)
+    allowed = share * 2 * float(mean.dense.sum())
+    planner = Planner(Bytes(allowed), MinErrorKnapsack(bins=10_000))
+    assert Need.OWN_ERRORS in planner.needs
+    decision = planner.plan(Facts(0, mean, own=tuple(own)))
+    assert len(decision.own) == 3
+    for each, choice in zip(own, decision.own, strict=True):
+        everything = np.array(list(itertools.product(range(len(FACTORS)), repeat=LAYERS)))
+        columns = range(LAYERS)
+        sizes = sum(each.sizes[layer][everything[:, layer]] for layer in columns)
+        errors = sum(each.errors[layer][everything[:, layer]] for layer in columns)
+        if (sizes <= allowed).any():
+            assert each.bytes(choice) <= allowed
+            assert each.error(choice) <= errors[sizes <= allowed].min() * 1.005
+        else:
+            assert each.bytes(choice) == sizes.min()
+    one = [each.error(decision.levels) for each in own]
+    mine = [each.error(choice) for each, choice in zip(own, decision.own, strict=True)]
+    assert decision.report["error"] == pytest.approx(np.mean(mine))
+    assert decision.report["error_of_one_plan"] == pytest.approx(np.mean(one))
+    assert np.mean(mine) <= np.mean(one) * 1.005
+
+
+def test_levels_of_each_rank_where_all_is_dense_or_a_rank_saw_nothing() -> None:
+    mean, own = own_tables(2)
+    dense = Planner(Bytes(math.inf), MinErrorKnapsack()).plan(Facts(0, mean, own=tuple(own)))
+    assert dense.own == ()
+    assert (dense.levels == DENSE).all()
+    blind = replace(own[0], errors=tuple(np.zeros(len(FACTORS)) for _ in range(LAYERS)))
+    allowed = float(mean.dense.sum()) / 20
+    decision = Planner(Bytes(allowed), MinErrorKnapsack()).plan(Facts(0, mean, own=(blind, own[1])))
+    assert decision.own[0].tolist() == decision.levels.tolist()
 
 
 def kimad(seconds: float) -> Decision:

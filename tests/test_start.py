@@ -14,6 +14,9 @@ from rank_launcher import ENVIRONMENT, ROOT
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 import hvd_adaptive as hva
+import options
+import priority
+from hvd_adaptive.start import NICENESS
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
 
@@ -81,6 +84,21 @@ def test_too_late_is_said_and_changes_nothing() -> None:
     assert found["horovod"] == [os.getpriority(os.PRIO_PROCESS, 0)]
     [warning] = found["warned"]  # type: ignore[misc]
     assert "in the place of hvd.init()" in warning
+
+
+def test_the_example_and_the_benchmark_start_as_the_library_does() -> None:
+    """They name the number themselves, because their options and tables are read without Horovod."""
+    assert options.make_parser().get_default("niceness") == NICENESS
+    assert priority.NICENESS["hva.init()"] == NICENESS
+
+
+def test_the_documented_example_runs() -> None:
+    found = start(
+        "import doctest, hvd_adaptive.start\n"
+        "outcome = doctest.testmod(hvd_adaptive.start)\n"
+        "assert (outcome.attempted, outcome.failed) == (3, 0), outcome"
+    )
+    assert found["warned"] == []
 
 
 def test_what_horovod_refuses_reaches_the_caller() -> None:

@@ -14,7 +14,7 @@ from hvd_adaptive import merge_compression_states
 
 def state(values: list[float], slot: str = "residual", **changed: Any) -> dict[str, Any]:
     kept = {"w": {slot: torch.tensor(values)}, "b": {}}
-    return {"format": 3, "rounds": 3, "order": ["w", "b"], "kept": kept, **changed}
+    return {"format": 4, "rounds": 3, "order": ["w", "b"], "kept": kept, **changed}
 
 
 @settings(deadline=None)

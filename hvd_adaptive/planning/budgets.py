@@ -137,12 +137,13 @@ class Bandwidth(BudgetOptions):
     Bytes that follow the bandwidth make all transfers take as long, from which latency and bandwidth
     cannot be told apart. So the second plan and one every now and then are given half as much.
 
-    The paper's workers choose each for itself, because each has a link of its own to a server. Here
-    every link carries the payloads of all ranks, so a collective takes as long as its slowest link
-    takes for the sum, however that is shared out: all ranks get the levels that fit the slowest link.
-    Levels of each rank's own would not help: with four hosts, one of them at a quarter of the others'
-    rate, the same sum takes 1.3 times as long where that one sends only a quarter of its share,
-    because it must receive what the others send instead.
+    The paper's workers choose each for itself, because each has a link of its own to a server, and
+    gradients of its own. Here every link carries the payloads of all ranks, so a collective takes as
+    long as its slowest link takes for the sum, however that is shared out: all ranks get as many bytes
+    as fit the slowest link. Fewer for the rank behind it would not help: with four hosts, one of them
+    at a quarter of the others' rate, the same sum takes 1.3 times as long where that one sends only a
+    quarter of its share, because it must receive what the others send instead. What is left of the
+    paper's choice is how a rank shares out its bytes: ``per_worker`` lets each do so by its own errors.
 
     An estimate is as often too high as too low, and a rate falls on between a plan and its steps, so
     bytes that need all of the time would miss it in half of the steps. Therefore part of it is kept
@@ -157,6 +158,8 @@ class Bandwidth(BudgetOptions):
         caution: standard errors by which the time of a byte is taken longer than estimated.
         share: of the steps that are to keep the time, in [0, 1); 0 keeps nothing free, as the paper.
         probe: every so manieth plan is given half of the bytes, at least 2; 0 for none, as the paper.
+        per_worker: give each rank levels of its own, by its own errors, within the same bytes. For
+            compressors whose payloads are gathered; the first rank then gathers and plans for each.
 
     Raises:
         ValueError: an option out of its range.
@@ -176,6 +179,7 @@ class Bandwidth(BudgetOptions):
     caution: float = 0.0
     share: float = 0.95
     probe: int = 5
+    per_worker: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
@@ -209,10 +213,10 @@ _MOST_MARGIN = 0.9
 class BandwidthBudget(Budget):
     """See :class:`Bandwidth`."""
 
-    needs = frozenset({Need.TRANSFERS})
-
     def __init__(self, options: Bandwidth) -> None:
         self._options = options
+        own = {Need.OWN_ERRORS} if options.per_worker else set()
+        self.needs = frozenset({Need.TRANSFERS, *own})
         self._computing: deque[tuple[float, float]] = deque(maxlen=max(options.warmup, _REMEMBERED))
         """Bytes sent and seconds of computing."""
         self._byte_work = 0.0

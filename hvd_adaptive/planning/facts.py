@@ -28,6 +28,8 @@ class Need(Enum):
 
     ERRORS = "errors"
     """``Table.errors`` when a plan is made."""
+    OWN_ERRORS = "own errors"
+    """``Facts.own`` when a plan is made: every rank then has levels of its own."""
     GAINS = "gains"
     """``StepFacts.gains`` for ``Planner.factors`` on some steps, ``seconds`` and ``factor`` on all."""
     GAINS_FIRST = "gains first"

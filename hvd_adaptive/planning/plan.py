@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -44,22 +44,30 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every layer does from one step on; the same on all ranks.
+    """What every layer does from one step on; the same on all ranks, levels of their own apart.
 
     Args:
         layers: one row a layer.
         version: counts the plans of a run.
         step: the step at which it takes effect.
+        own_levels: whether the levels and bytes are of this rank; other ranks have others.
     """
 
     layers: tuple[LayerPlan, ...]
     version: int = 0
     step: int = 0
+    own_levels: bool = False
 
     @functools.cached_property
     def digest(self) -> str:
-        """Equal for plans that do the same, and on all ranks; what they expect does not count."""
-        rows = [asdict(replace(row, error=None, energy=None)) for row in self.layers]
+        """Equal on all ranks, and for plans that do the same; what they expect does not count.
+
+        Nor do levels that each rank has of its own.
+        """
+        same: dict[str, float | None] = {"error": None, "energy": None}
+        if self.own_levels:
+            same |= {"level": 0, "wire_bytes": 0}
+        rows = [asdict(row) | same for row in self.layers]
         text = json.dumps([self.version, self.step, rows], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -22,7 +22,7 @@ How a planner is driven, on the rank that plans, between steps::
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -81,12 +81,14 @@ class Facts:
         table: candidates of the layers; its errors only where ``Need.ERRORS`` is needed.
         buckets: ``int64[L]``: bucket of each layer, in the order in which buckets travel.
         other_bytes: that layers which are not in the table send, whatever is decided.
+        own: the tables of all ranks, of which ``table`` is the mean; only for ``Need.OWN_ERRORS``.
     """
 
     step: int
     table: Table
     buckets: Int64s | None = None
     other_bytes: float = 0.0
+    own: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,12 +100,14 @@ class Decision:
         factor: nominal compression factor, where the budget goes by factors; else 1.
         report: figures: bytes, error, their bounds, and the budget's own.
         reasons: why, in words.
+        own: each rank's levels, where they are not the same on all.
     """
 
     levels: Int64s
     factor: float = 1.0
     report: dict[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
+    own: tuple[Int64s, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,20 +219,37 @@ class Planner:
         if allowed.reference is None:  # a bound on all that a step sends
             allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))
         levels, shortfall, why = self._allocate(table, allowed)
+        own = self._own(facts, levels, allowed)
         report = {
             "error": table.error(levels),
             "dense_bytes": table.bytes(table.all_dense()) + others,
             "max_error": allowed.max_error,
             "max_bytes": allowed.max_bytes + others,
             "shortfall": shortfall,
-            **self._predict(facts, levels),
+            **self._predict(facts, levels, own),
             **self.budget.report(),
         }
-        return Decision(levels, self.budget.factor, report, (*reasons, *why))
+        if own:
+            report["error_of_one_plan"] = report["error"]
+            report["error"] = _mean(Table.error, facts.own, own)
+        return Decision(levels, self.budget.factor, report, (*reasons, *why), own)
 
-    def _predict(self, facts: Facts, levels: Int64s) -> dict[str, float]:
+    def _own(self, facts: Facts, levels: Int64s, allowed: Allowance) -> tuple[Int64s, ...]:
+        """Each rank's levels, by its own errors; none where a layer travels dense, for that is summed.
+
+        A rank that has seen nothing does as the others do on average.
+        """
+        if (levels == DENSE).any():
+            return ()
+        return tuple(
+            self._allocate(each, allowed)[0] if any(row.any() for row in each.errors) else levels
+            for each in facts.own
+        )
+
+    def _predict(self, facts: Facts, levels: Int64s, own: tuple[Int64s, ...] = ()) -> dict[str, float]:
         """What a step will cost."""
-        found = {"bytes": facts.table.bytes(levels) + facts.other_bytes}
+        nbytes = _mean(Table.bytes, facts.own, own) if own else facts.table.bytes(levels)
+        found = {"bytes": nbytes + facts.other_bytes}
         seconds = self.budget.seconds(found["bytes"])
         if seconds is not None:
             found["seconds"] = seconds
@@ -301,6 +322,13 @@ class Planner:
         self._costs.load_state_dict(state["costs"])
         self._last = state["last"]
         self._next, self._trial = int(state["next"]), int(state["trial"])
+
+
+def _mean(
+    what: Callable[[Table, Int64s], float], tables: Sequence[Table], choices: Sequence[Int64s]
+) -> float:
+    """Of every rank's choice in its own table."""
+    return float(np.mean([what(*each) for each in zip(tables, choices, strict=True)]))
 
 
 def _buckets_of(facts: Facts) -> Int64s:

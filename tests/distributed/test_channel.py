@@ -33,6 +33,14 @@ def test_means_and_minima_are_over_all_ranks(kind: str) -> None:
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_every_rank_gets_the_rows_of_all(kind: str, count: int) -> None:
+    pending = make(kind).gather(np.full(count, hvd.rank(), np.float64))
+    assert pending().tolist() == [[rank] * count for rank in range(hvd.size())]
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("message", ["", "a plan", "é" * 100_000])
 def test_the_first_ranks_message_reaches_all(kind: str, message: str) -> None:
     channel = make(kind)

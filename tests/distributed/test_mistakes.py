@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from workloads import assert_ranks_agree, loss_of, make_model, ours, plain_step, sgd
 
+OWN_LEVELS = "kimad+:seconds=1,per_worker=true"
+
 
 def on_last_rank() -> bool:
     return bool(hvd.rank() == hvd.size() - 1)
@@ -185,13 +187,27 @@ def test_wrapping_twice_is_an_error() -> None:
         ({"planner": "lgrec"}, "did you mean 'lgreco'"),
         ({"planner": "lgreco:perod=3"}, "did you mean 'period'"),
         ({"planner": "lgreco", "compression": "fp16"}, "nothing to decide"),
+        ({"planner": OWN_LEVELS, "compression": "powersgd"}, "'powersgd' is summed"),
+        ({"planner": OWN_LEVELS, "overrides": {"*": "powersgd"}}, "'powersgd' is summed"),
+        ({"planner": OWN_LEVELS, "candidates": ["qsgd"]}, "there are candidates"),
     ],
 )
-def test_a_planner_that_cannot_be_is_an_error(options: dict[str, str], message: str) -> None:
+def test_a_planner_that_cannot_be_is_an_error(options: dict[str, Any], message: str) -> None:
     model = make_model()
     with pytest.raises(ValueError, match=message):
         ours(sgd(model.parameters()), **{"compression": "topk:density=0.1", **options})
     still_works()
+
+
+def test_own_levels_cannot_be_kept_with_a_compressor_that_is_summed() -> None:
+    model = make_model()
+    optimizer = ours(sgd(model.parameters()), compression="topk:density=0.1", planner=OWN_LEVELS)
+    plain_step(model, optimizer, 0)
+    with pytest.raises(ValueError, match="'powersgd' is summed"):
+        optimizer.set_compression("powersgd")
+    optimizer.set_compression("qsgd")
+    plain_step(model, optimizer, 1)
+    assert_ranks_agree(model)
 
 
 @pytest.mark.ranks(2, 4)

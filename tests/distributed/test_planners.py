@@ -9,6 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
 from hvd_adaptive.pilot import LAG
-from hvd_adaptive.planning import Planner
+from hvd_adaptive.planning import REGISTRY, Need, Planner, Recipe, Table
+from hvd_adaptive.planning.allocators import Allowance, MinErrorKnapsack
+from hvd_adaptive.planning.budgets import Budget, BudgetOptions
 
 RECIPES = {
     "lgreco": "lgreco:period=8",
     "lgreco-time": "lgreco-time:period=8,trials=3,trial_steps=7",
     "kimad": "kimad:period=4,seconds=0.05",
     "kimad+": "kimad+:period=4,seconds=0.05",
+    "kimad+ of each": "kimad+:period=4,seconds=0.05,per_worker=true",
     "gravac": "gravac:window=6,epsilon=0.05",
     "gravac exact": "gravac:window=6,epsilon=0.05,exact=true",
     "accordion": "accordion:period=8",
@@ -55,7 +59,7 @@ def gradients(step: int, scale: float = 1.0) -> dict[str, Tensor]:
     return out
 
 
-def make(planner: str, **options: Any) -> tuple[nn.Module, Any]:
+def make(planner: str | Recipe, **options: Any) -> tuple[nn.Module, Any]:
     model = make_model(Layers)
     options = {"compression": "topk:density=0.05", **options}
     optimizer = ours(
@@ -203,6 +207,87 @@ def test_a_planner_that_fails_stops_all_ranks_with_its_message(monkeypatch: Any)
         run(model, optimizer)
 
 
+@dataclass(frozen=True)
+class Fixed(BudgetOptions):
+    """So many bytes, and every rank shares them out by its own errors."""
+
+    def budget(self, ranks: int = 1) -> Budget:
+        return FixedBudget()
+
+
+class FixedBudget(Budget):
+    needs = frozenset({Need.OWN_ERRORS})
+
+    def allow(self, table: Table) -> Allowance:
+        return Allowance(max_bytes=table.bytes(table.defaults))
+
+
+@dataclass(frozen=True)
+class OwnShares(Fixed, MinErrorKnapsack, Recipe):
+    """Ranks whose gradients are in different layers."""
+
+
+def in_different_layers(step: int) -> dict[str, Tensor]:
+    found = gradients(step)
+    for power, name in enumerate(("wide", "tall", "conv")):
+        found[name] *= 10.0 ** -abs(power - hvd.rank() % 3)
+    return found
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "topk:density=0.05"},
+        {"compression": "topk:density=0.05,values=int8"},
+        {"compression": "qsgd:bits=4"},
+        {"compression": "alq:bits=3"},
+        {"compression": "topk:density=0.05", "feedback": "ef21", "warmup_steps": 2},
+        {"compression": "topk:density=0.05", "feedback": "dgc"},
+        {"compression": "topk:density=0.05", "overrides": {"tall": "qsgd:bits=4"}},
+    ],
+    ids=lambda options: ",".join(map(str, options.values())),
+)
+def test_ranks_may_have_levels_of_their_own(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(REGISTRY, "own shares", OwnShares)
+    folder = hvd.broadcast_object(str(tmp_path), 0)
+    model, optimizer = make(OwnShares(period=12), telemetry=hva.Telemetry(folder, every=5), **options)
+    assert_same_on_all_ranks(run(model, optimizer, of=in_different_layers))
+    assert_ranks_hold_the_same(model)
+    levels = hvd.allgather_object([row.level for row in optimizer.plan])
+    assert len(set(map(tuple, levels))) > 1, levels
+    optimizer.meter.close()
+    if hvd.rank() == 0:
+        scalars = scalars_of(lines_in(folder))
+        lost = zip(scalars["plan/error"], scalars["plan/error_of_one_plan"], strict=True)
+        assert all(mine < one for mine, one in lost)
+        assert max(scalars["plan/bytes"]) <= max(scalars["plan/max_bytes"])
+
+
+@pytest.mark.ranks(2)
+def test_with_own_levels_each_rank_sends_what_its_own_plan_says(monkeypatch: Any) -> None:
+    """The step is the mean of what each rank's compressor makes of its gradient at its level."""
+    monkeypatch.setitem(REGISTRY, "own shares", OwnShares)
+    model, optimizer = make(
+        OwnShares(period=12), compression="topk:density=0.05,values=fp32", feedback="none"
+    )
+    run(model, optimizer, range(20), of=in_different_layers)
+    before, grads = weights(model), in_different_layers(20)
+    sent = {}
+    for row in optimizer.plan:
+        grad = grads[row.layer].reshape(-1)
+        count = max(1, round(row.level * grad.numel())) if row.layer != "bias" else grad.numel()
+        kept = grad.abs().topk(count).indices
+        sent[row.layer] = torch.zeros_like(grad).index_copy_(0, kept, grad[kept])
+    everyone = hvd.allgather_object(sent)
+    run(model, optimizer, range(20, 21), of=in_different_layers)
+    for name, was, now in zip(SHAPES, before, weights(model), strict=True):
+        mean = torch.stack([each[name] for each in everyone]).mean(0).view(was.shape)
+        torch.testing.assert_close(now, was - 0.01 * mean)
+
+
 @pytest.mark.ranks(2, 4)
 def test_a_planner_that_is_late_delays_the_switch_and_no_step(monkeypatch: Any) -> None:
     plan = Planner.plan
@@ -268,7 +353,10 @@ def test_a_run_goes_on_with_half_as_many_ranks(name: str, monkeypatch: Any) -> N
     try:
         model, optimizer = make(RECIPES[name])
         run(model, optimizer, range(21))
-        before = [(row.layer, row.compressor, row.level) for row in optimizer.plan]
+        # those of the first rank count where each has its own
+        before = hvd.broadcast_object(
+            [(row.layer, row.compressor, row.level) for row in optimizer.plan]
+        )
         states = hvd.allgather_object(optimizer.compression_state_dict())
         merged = hva.merge_compression_states(states)
         half_model, half = make(RECIPES[name], process_set=halves[hvd.rank() // 2])
