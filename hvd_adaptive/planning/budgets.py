@@ -144,6 +144,8 @@ class Bandwidth(BudgetOptions):
     at a quarter of the others' rate, the same sum takes 1.3 times as long where that one sends only a
     quarter of its share, because it must receive what the others send instead. What is left of the
     paper's choice is how a rank shares out its bytes: ``per_worker`` lets each do so by its own errors.
+    Of four ranks that draw from the same data, their mean error then was 0 to 4 % lower (LSTM), or less
+    than 0.2 % (MLP, transformer); it is for ranks whose data differ.
 
     An estimate is as often too high as too low, and a rate falls on between a plan and its steps, so
     bytes that need all of the time would miss it in half of the steps. Therefore part of it is kept
