@@ -129,11 +129,12 @@ def _stock(compression: str, environment: Mapping[str, str] = lab.RING, **more: 
 
 def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Method:
     planned = ("--planner", planner) if planner else ()
-    # Until the first plans are in force.
-    settle = {"settle": 65} if planner else {}
-    return Method(("--compression", compression, *options, *planned), **{**settle, **more})
+    # It settles when the first plans are in force; courses begin as those of the levels it begins with.
+    usual = {"settle": 65, "warmup": WARMUP} if planner else {}
+    return Method(("--compression", compression, *options, *planned), **{**usual, **more})
 
 
+WARMUP = 0.05
 SEVERAL = ("lstm", "resnet")
 """A model of a few large layers, and one of many small ones: for planners that combine others."""
 INT8 = "topk:density=0.01,values=int8"
@@ -143,7 +144,7 @@ METHODS = {
     DENSE: _stock("none"),
     "none": _own("none", settle=3, heavy=True),
     "fp16": _own("fp16", settle=3, heavy=True),
-    TOPK: _own(INT8, warmup=0.05),
+    TOPK: _own(INT8, warmup=WARMUP),
     "powersgd": _own("powersgd:rank=4", warmup=0.02),
     "qsgd": _own("qsgd:bits=4"),
     "lgreco": _own(INT8, planner="lgreco:period=50"),
