@@ -162,6 +162,7 @@ class Bandwidth(BudgetOptions):
         probe: every so manieth plan is given half of the bytes, at least 2; 0 for none, as the paper.
         per_worker: give each rank levels of its own, by its own errors, within the same bytes. For
             compressors whose payloads are gathered; the first rank then gathers and plans for each.
+            One label for all layers (``kimad``) differs only where bytes depend on the data.
 
     Raises:
         ValueError: an option out of its range.
