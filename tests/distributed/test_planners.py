@@ -21,11 +21,32 @@ from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
 from hvd_adaptive.pilot import LAG
-from hvd_adaptive.planning import REGISTRY, Need, Planner, Recipe, Table
+from hvd_adaptive.planning import Need, Planner, Recipe, Table
 from hvd_adaptive.planning.allocators import Allowance, MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
 
-RECIPES = {
+
+@dataclass(frozen=True)
+class Fixed(BudgetOptions):
+    """So many bytes, and every rank shares them out by its own errors."""
+
+    def budget(self, ranks: int = 1) -> Budget:
+        return FixedBudget()
+
+
+class FixedBudget(Budget):
+    needs = frozenset({Need.OWN_ERRORS})
+
+    def allow(self, table: Table) -> Allowance:
+        return Allowance(max_bytes=table.bytes(table.defaults))
+
+
+@dataclass(frozen=True)
+class OwnShares(Fixed, MinErrorKnapsack, Recipe):
+    """The least error of each rank within the same bytes."""
+
+
+RECIPES: dict[str, str | Recipe] = {
     "lgreco": "lgreco:period=8",
     "lgreco-time": "lgreco-time:period=8,trials=3,trial_steps=7",
     "kimad": "kimad:period=4,seconds=0.05",
@@ -37,6 +58,7 @@ RECIPES = {
     "accordion+lgreco": "accordion+lgreco:period=8",
     "gravac+lgreco": "gravac+lgreco:window=6,epsilon=0.05",
     "cgx": "cgx:period=8",
+    "own shares": OwnShares(period=8),
 }
 SHAPES = {"wide": (64, 128), "tall": (3000, 4), "conv": (32, 16, 3, 3), "bias": (64,)}
 STEPS = 40
@@ -207,26 +229,6 @@ def test_a_planner_that_fails_stops_all_ranks_with_its_message(monkeypatch: Any)
         run(model, optimizer)
 
 
-@dataclass(frozen=True)
-class Fixed(BudgetOptions):
-    """So many bytes, and every rank shares them out by its own errors."""
-
-    def budget(self, ranks: int = 1) -> Budget:
-        return FixedBudget()
-
-
-class FixedBudget(Budget):
-    needs = frozenset({Need.OWN_ERRORS})
-
-    def allow(self, table: Table) -> Allowance:
-        return Allowance(max_bytes=table.bytes(table.defaults))
-
-
-@dataclass(frozen=True)
-class OwnShares(Fixed, MinErrorKnapsack, Recipe):
-    """Ranks whose gradients are in different layers."""
-
-
 def in_different_layers(step: int) -> dict[str, Tensor]:
     found = gradients(step)
     for power, name in enumerate(("wide", "tall", "conv")):
@@ -248,10 +250,7 @@ def in_different_layers(step: int) -> dict[str, Tensor]:
     ],
     ids=lambda options: ",".join(map(str, options.values())),
 )
-def test_ranks_may_have_levels_of_their_own(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setitem(REGISTRY, "own shares", OwnShares)
+def test_ranks_may_have_levels_of_their_own(options: dict[str, Any], tmp_path: Path) -> None:
     folder = hvd.broadcast_object(str(tmp_path), 0)
     model, optimizer = make(OwnShares(period=12), telemetry=hva.Telemetry(folder, every=5), **options)
     assert_same_on_all_ranks(run(model, optimizer, of=in_different_layers))
@@ -267,9 +266,8 @@ def test_ranks_may_have_levels_of_their_own(
 
 
 @pytest.mark.ranks(2)
-def test_with_own_levels_each_rank_sends_what_its_own_plan_says(monkeypatch: Any) -> None:
+def test_with_own_levels_each_rank_sends_what_its_own_plan_says() -> None:
     """The step is the mean of what each rank's compressor makes of its gradient at its level."""
-    monkeypatch.setitem(REGISTRY, "own shares", OwnShares)
     model, optimizer = make(
         OwnShares(period=12), compression="topk:density=0.05,values=fp32", feedback="none"
     )
@@ -314,7 +312,7 @@ def test_a_planner_that_is_late_delays_the_switch_and_no_step(monkeypatch: Any) 
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("name", ["lgreco", "cgx"])
+@pytest.mark.parametrize("name", ["lgreco", "cgx", "own shares"])
 @pytest.mark.parametrize("at", [9, 11, 14, 20])
 def test_a_resumed_run_plans_as_one_that_never_stopped(name: str, at: int) -> None:
     model, optimizer = make(RECIPES[name])
