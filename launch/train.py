@@ -41,6 +41,7 @@ from loop import (
     learning_rate,
     learning_rate_scale,
     make_update_rule,
+    spared_from_collection,
     train_step,
 )
 from options import Options
@@ -123,7 +124,8 @@ def run(options: Options, vote: StopVote) -> int:
     progress = Progress(start.step, plan.steps, shown=hvd.rank() == 0)
     setup = Run(options, task, model, optimizer, meter, batches, plan, checkpoints, progress, vote)
     try:
-        end = train(setup, start)
+        with spared_from_collection():
+            end = train(setup, start)
         score = None if vote.outcome else evaluate(model, task, options.eval_examples, vote)
     finally:
         progress.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import importlib.util
 import itertools
@@ -350,6 +351,20 @@ def test_help_tells_the_exit_status_of_each_signal(capsys: pytest.CaptureFixture
 
 
 # ------------------------------------------------------------------------- the pieces of the loop
+
+
+@needs_horovod
+def test_the_collector_does_not_look_at_what_was_there_before_the_loop() -> None:
+    from loop import spared_from_collection
+
+    before: list[list[int]] = [[] for _ in range(1000)]
+    inside: list[list[int]] = []
+    with spared_from_collection():
+        inside = [[] for _ in range(1000)]
+        seen = set(map(id, gc.get_objects()))
+        assert not seen & set(map(id, before))
+        assert seen >= set(map(id, inside))
+    assert set(map(id, gc.get_objects())) >= {*map(id, before), *map(id, inside)}
 
 
 @needs_horovod
