@@ -57,7 +57,7 @@ class Case:
 
 
 CASES = {
-    "ResNet, topk": Case(("--preset", "resnet-fashion"), "topk:density=0.01", 4),
+    "ResNet, topk": Case(("--preset", "resnet-fashion"), "topk:density=0.01", 12),
     "LSTM, topk": Case(("--preset", "lstm-sotu"), "topk:density=0.01", 2),
     "LSTM, qsgd": Case(("--preset", "lstm-sotu"), "qsgd:bits=4", 2),
     "transformer, powersgd": Case(("--preset", "transformer-sotu"), "powersgd:rank=4", 2),
