@@ -409,11 +409,11 @@ def training() -> str:
     return (
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
         "stock Horovod with ring allreduce and started by `hva.init()`, its best settings here; of "
-        "quick steps the faster of two launches. Seconds to the target (what stock fp32 ends with, "
-        "less half a point, or plus 1 % of perplexity): steps to the target, times the median step at "
-        "that rate; where the first steps are dense they cost what those of `none` do. A planner's "
-        "steps are counted as the settled ones are, though `gravac` sends more while it searches. "
-        "Kimad's seconds are its own clock's. `-`: not known. "
+        "quick steps the fastest of two launches or more. Seconds to the target (what stock fp32 ends "
+        "with, less half a point, or plus 1 % of perplexity): steps to the target, times the median "
+        "step at that rate; where the first steps are dense they cost what those of `none` do. A "
+        "planner's steps are counted as the settled ones are, though `gravac` sends more while it "
+        "searches. Kimad's seconds are its own clock's. `-`: not known. "
         f"{source('training', figures)}\n\n"
         + "\n\n".join(tables)
         + "\n\n![What a step consists of](benchmarks/results/training_steps.png)\n\n"

@@ -116,6 +116,24 @@ def test_each_cell_is_stored_as_soon_as_it_is_measured(
     assert training.missing(chosen, stored) == [chosen[0], chosen[3]]
 
 
+def test_of_more_launches_the_fastest_counts_and_redo_forgets_the_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen = training.select("model=mlp,method=topk/qsgd,rate=1gbit,kind=steps")
+    out = tmp_path / "training.json"
+
+    def medians(*events: float, more: bool) -> list[tuple[float, int]]:
+        monkeypatch.setattr(training.Bench, "measure", fake_measure(*events))
+        done = training.load(out)
+        assert training.measure_all(chosen, done, out, 2, minutes=1, more=more) == []
+        stored = training.load(out)
+        return [(stored[cell.key]["median"], stored[cell.key]["launches"]) for cell in chosen]
+
+    assert medians(0.5, 0.25, 0.75, 0.5, more=False) == [(0.5, 2), (0.25, 2)]
+    assert medians(0.75, 0.5, 0.25, 0.75, more=True) == [(0.25, 4), (0.25, 4)]
+    assert medians(0.5, 0.5, 0.5, 0.75, more=False) == [(0.5, 2), (0.5, 2)]
+
+
 def test_no_cell_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     chosen = training.select("model=mlp,rate=200mbit,kind=steps")
     assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == chosen
