@@ -405,20 +405,36 @@ def tracers(lab: Lab) -> list[int]:
 
 
 def end_processes(find_them: Callable[[], Collection[int]], patience: float = 2.0) -> None:
-    """Asks them to end, and after so many seconds kills those that are left."""
-    asked: set[int] = set()
+    """Asks them to end, after so many seconds kills those left, and returns when all are gone."""
+    asked: dict[int, str | None] = {}
     started = time.monotonic()
-    while processes := find_them():
+    while True:
+        # Also those no longer found: a trace gives its lock back a little before its process ends.
+        ending = {process for process, birth in asked.items() if birth and birth == _birth(process)}
+        processes = ending.union(find_them())
+        if not processes:
+            return
         waited = time.monotonic() - started
         if waited > patience + 5:
             raise LabError(
-                f"the processes {[*processes]} do not end", "Are they stuck in the kernel (ps: D)?"
+                f"the processes {sorted(processes)} do not end", "Are they stuck in the kernel (ps: D)?"
             )
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 if waited > patience:
                     os.kill(process, signal.SIGKILL)
                 elif process not in asked:
+                    asked[process] = _birth(process)
                     os.kill(process, signal.SIGTERM)
-        asked.update(processes)
         time.sleep(0.02)
+
+
+def _birth(process: int) -> str | None:
+    """When it began, which tells it from another that was given its number; None once it has ended."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # After the name, which may hold spaces: the state (Z waits for its parent only), and on.
+    state, *others = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else others[18]

@@ -22,7 +22,15 @@ from pathlib import Path
 import pytest
 
 import netlab
-from netlab_base import LabError, UsageError, default_name, parse_rate, require_tools, show_rate
+from netlab_base import (
+    LabError,
+    UsageError,
+    default_name,
+    end_processes,
+    parse_rate,
+    require_tools,
+    show_rate,
+)
 from netlab_trace import Change, parse_trace
 from rank_launcher import lives
 
@@ -544,6 +552,17 @@ class TestCleanUp:
         assert not lives(tracing.pid)
         assert lives(sleepers[0].pid)
         assert_rate(lambda: lab.rate("h1", "h2"), 200e6)
+
+    def test_what_was_asked_to_end_is_waited_for_also_when_it_is_no_longer_found(self) -> None:
+        slow = "trap 'sleep 0.5; exit' TERM; echo ready; while :; do sleep 0.01; done"
+        process = subprocess.Popen(["sh", "-c", slow], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = iter([[process.pid]])
+        end_processes(lambda: next(found, []))
+        assert not lives(process.pid)
+        process.communicate(timeout=10)
+        assert process.returncode == 0
 
     def test_down_kills_what_does_not_want_to_end_and_twice_is_fine(self, own: Lab) -> None:
         own.must("up", "1", "10mbit")
