@@ -1,4 +1,4 @@
-"""What soak.py runs on every rank: trains until its time is up, and compares the ranks' parameters.
+"""What soak.py runs on every rank: trains, and compares the ranks' parameters, until its time is up.
 
 Rank 0 prints JSON lines: once the processes of all ranks, one for every comparison, and one at the end.
 """
@@ -62,7 +62,7 @@ def tell(record: dict[str, Any]) -> None:
 
 
 def soak(options: Options, seconds: float, every: int) -> int:
-    """Train for so long; returns the exit status."""
+    """Train until the first comparison after so long; returns the exit status."""
     vote = StopVote()
     train.set_threads(options.threads)
     task = train.load_data(options)
@@ -76,9 +76,6 @@ def soak(options: Options, seconds: float, every: int) -> int:
 
     started, switches, asked = time.monotonic(), Switches(), False
     for position, parts in batches.forever(Position()):
-        if not asked and hvd.rank() == 0 and time.monotonic() - started > seconds:
-            asked = True
-            signal.raise_signal(signal.SIGUSR1)  # becomes a vote, so that all end at the same step
         if vote.poll():
             break
         train.set_rate(optimizer, plan.rate(position.step))
@@ -86,12 +83,13 @@ def soak(options: Options, seconds: float, every: int) -> int:
         switches.look(optimizer.plan)
         done = position.step + 1
         if done % every == 0:
+            trained = time.monotonic() - started
             mine = {"parameters": checksum(model), "plan": optimizer.plan.digest}
             everyone = hvd.allgather_object(mine, name="soak.checksum")
             tell(
                 {
                     "step": done,
-                    "seconds": round(time.monotonic() - started, 1),
+                    "seconds": round(trained, 1),
                     "parameters": [each["parameters"] for each in everyone],
                     "plans": [each["plan"] for each in everyone],
                     "switches": switches.count,
@@ -99,6 +97,10 @@ def soak(options: Options, seconds: float, every: int) -> int:
                     "payload_ratio": round(meter.summary().ratio_payload, 1),
                 }
             )
+            # Not before a comparison: steps that none follows count for nothing.
+            if not asked and hvd.rank() == 0 and trained >= seconds:
+                asked = True
+                signal.raise_signal(signal.SIGUSR1)  # becomes a vote, so that all end at the same step
     tell({"ended": round(time.monotonic() - started, 1)})
     return 0 if vote.outcome == signal.SIGUSR1 else EXIT_CODES[vote.outcome]
 
