@@ -393,7 +393,7 @@ def adaptive() -> str:
     return (
         f"Searching while training: `{settings['model']}`, {settings['hosts']} hosts at "
         f"{settings['rate']}, {settings['steps']} steps. {source('adaptive', figures)}"
-        f"\n\n{table(heading, rows)}"
+        f"\n\n{table(heading, rows)}\n\nBeside the papers' numbers: {'; '.join(figures['compared'])}."
     )
 
 
