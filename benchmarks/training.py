@@ -147,6 +147,7 @@ METHODS = {
     "none": _own("none", settle=3, heavy=True),
     "fp16": _own("fp16", settle=3, heavy=True),
     TOPK: _own(INT8, warmup=WARMUP),
+    "topk-sign": _own("topk:density=0.01,values=sign", warmup=WARMUP, models=("lstm",)),
     "powersgd": _own("powersgd:rank=4", warmup=0.02),
     "qsgd": _own("qsgd:bits=4"),
     "lgreco": _own(INT8, planner="lgreco:period=50"),
