@@ -406,11 +406,11 @@ def tracers(lab: Lab) -> list[int]:
 
 def end_processes(find_them: Callable[[], Collection[int]], patience: float = 2.0) -> None:
     """Asks them to end, after so many seconds kills those left, and returns when all are gone."""
-    asked: dict[int, str | None] = {}
+    births: dict[int, str | None] = {}
     started = time.monotonic()
     while True:
         # Also those no longer found: a trace gives its lock back a little before its process ends.
-        ending = {process for process, birth in asked.items() if birth and birth == _birth(process)}
+        ending = {process for process, birth in births.items() if birth and birth == _birth(process)}
         processes = ending.union(find_them())
         if not processes:
             return
@@ -420,11 +420,12 @@ def end_processes(find_them: Callable[[], Collection[int]], patience: float = 2.
                 f"the processes {sorted(processes)} do not end", "Are they stuck in the kernel (ps: D)?"
             )
         for process in processes:
+            is_new = process not in births
+            births.setdefault(process, _birth(process))
             with contextlib.suppress(ProcessLookupError):
                 if waited > patience:
                     os.kill(process, signal.SIGKILL)
-                elif process not in asked:
-                    asked[process] = _birth(process)
+                elif is_new:
                     os.kill(process, signal.SIGTERM)
         time.sleep(0.02)
 

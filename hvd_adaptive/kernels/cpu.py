@@ -34,6 +34,7 @@ from torch import Tensor
 from hvd_adaptive.kernels.intrinsics import (
     LANES,
     at_least,
+    below_zero,
     bits_float,
     compiled,
     float32_pointer,
@@ -46,10 +47,12 @@ from hvd_adaptive.kernels.intrinsics import (
     load_u32,
     load_u64,
     prefetch,
+    put_chosen,
     store_f32,
     store_u8,
     store_u16,
     store_u64,
+    subtract_chosen,
     trailing_zeros,
     uint32_pointer,
 )
@@ -671,23 +674,28 @@ def _put_signs(out, values, count):
     """Two means and a sign bit a value; values becomes the remainder. Returns the energy."""
     plus, minus, negatives = 0.0, 0.0, int64(0)
     for i in range(count):
-        if values[i] < 0:
-            minus -= np.float64(values[i])
-            negatives += 1
-        else:
-            plus += np.float64(values[i])
+        # No branch: nobody could foresee it.
+        value = np.float64(values[i])
+        plus += max(value, 0.0)
+        minus -= min(value, 0.0)
+        negatives += int64(value < 0.0)
     positives = count - negatives
     up = np.float32(plus / positives) if positives else np.float32(0)
     down = np.float32(minus / negatives) if negatives else np.float32(0)
     store_f32(out, up)
     store_f32(out + 4, down)
-    for start in range(0, count, 8):
-        byte = int64(0)
-        for i in range(min(8, count - start)):
-            negative = values[start + i] < 0
-            byte |= int64(negative) << i
-            values[start + i] -= -down if negative else up
-        store_u8(out + 8 + (start >> 3), uint8(byte))
+    address, whole = int64(values.ctypes.data), count & ~7
+    for start in range(0, whole, 8):
+        byte = below_zero(address + 4 * start)
+        store_u8(out + 8 + (start >> 3), byte)
+        subtract_chosen(address + 4 * start, byte, -down, up)
+    last = int64(0)
+    for i in range(whole, count):
+        negative = values[i] < 0
+        last |= int64(negative) << (i - whole)
+        values[i] -= -down if negative else up
+    if count > whole:
+        store_u8(out + 8 + (whole >> 3), uint8(last))
     squares = positives * np.float64(up) ** 2
     return squares + negatives * np.float64(down) ** 2
 
@@ -1013,7 +1021,10 @@ def _get_values(position, values, count, value_format):
         return
     if value_format == SIGN:
         up, down = load_f32(position), load_f32(position + 4)
-        for i in range(count):
+        address, whole = int64(values.ctypes.data), count & ~7
+        for start in range(0, whole, 8):
+            put_chosen(address + 4 * start, load_u8(position + 8 + (start >> 3)), -down, up)
+        for i in range(whole, count):
             negative = (int64(load_u8(position + 8 + (i >> 3))) >> (i & 7)) & 1
             values[i] = -down if negative else up
         return

@@ -31,7 +31,8 @@ def compiled(*freedoms: str, inline: bool = False) -> Any:
     return njit(nogil=True, cache=True, error_model="numpy", fastmath=set(freedoms), forceinline=inline)
 
 
-_I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
+_EIGHT_F32 = ir.VectorType(ir.FloatType(), 8)
 LANES = 32
 
 
@@ -123,6 +124,13 @@ def _trailing_zeros(typingctx, value):
     return types.uint64(types.uint64), codegen
 
 
+def _spread(builder: Any, scalar: Any, lanes: Any) -> Any:
+    """A vector that holds a scalar in each lane."""
+    undefined = ir.Constant(lanes, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_I32, lanes.count), None))
+
+
 def _compare_lanes(mask: int, comparison: str) -> Any:
     """An intrinsic that compares 32 words at an address, of which only ``mask`` counts, with a number.
 
@@ -135,17 +143,51 @@ def _compare_lanes(mask: int, comparison: str) -> Any:
         def codegen(context, builder, signature, args):
             del context, signature
             lanes = ir.VectorType(_I32, LANES)
-            undefined = ir.Constant(lanes, ir.Undefined)
             words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
             masked = builder.and_(words, ir.Constant(lanes, [mask] * LANES))
-            one = builder.insert_element(undefined, args[1], ir.Constant(_I32, 0))
-            numbers = builder.shuffle_vector(one, undefined, ir.Constant(lanes, [0] * LANES))
+            numbers = _spread(builder, args[1], lanes)
             hits = builder.icmp_signed(comparison, masked, numbers)  # both below 2^31
             return builder.zext(builder.bitcast(hits, _I32), _I64)
 
         return types.uint64(types.int64, types.int32), codegen
 
     return compare
+
+
+def _below_zero(typingctx, address):
+    """A byte whose bit ``i`` says whether float32 ``i`` of the 8 at an address is below 0."""
+    del typingctx, address
+
+    def codegen(context, builder, signature, args):
+        del context, signature
+        values = builder.load(builder.inttoptr(args[0], _EIGHT_F32.as_pointer()), align=4)
+        below = builder.fcmp_ordered("<", values, ir.Constant(_EIGHT_F32, None))
+        return builder.bitcast(below, _I8)
+
+    return types.uint8(types.int64), codegen
+
+
+def _put_chosen(remainder: bool) -> Any:
+    """An intrinsic that chooses for each bit of a byte one of two float32, for 1 and for 0, and stores
+    these 8 at an address; or, as ``remainder``, subtracts them from what is there."""
+
+    def put(typingctx, address, byte, one, zero):
+        del typingctx, address, byte, one, zero
+
+        def codegen(context, builder, signature, args):
+            del signature
+            pointer = builder.inttoptr(args[0], _EIGHT_F32.as_pointer())
+            bits = builder.bitcast(args[1], ir.VectorType(_I1, 8))
+            choices = [_spread(builder, choice, _EIGHT_F32) for choice in args[2:]]
+            chosen = builder.select(bits, *choices)
+            if remainder:
+                chosen = builder.fsub(builder.load(pointer, align=4), chosen)
+            builder.store(chosen, pointer, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.uint8, types.float32, types.float32), codegen
+
+    return put
 
 
 def _prefetch(typingctx, address):
@@ -175,3 +217,9 @@ at_least: Any = intrinsic(_compare_lanes(0x7FFFFFFF, ">="))
 in_bin: Any = intrinsic(_compare_lanes(0x7FFF0000, "=="))
 """Which of 32 float32 have magnitudes whose upper 16 bits are those of a number."""
 prefetch: Any = intrinsic(_prefetch)
+below_zero: Any = intrinsic(_below_zero)
+"""Which of 8 float32 are below 0, as a byte."""
+put_chosen: Any = intrinsic(_put_chosen(remainder=False))
+"""Store 8 float32, chosen from two by the bits of a byte."""
+subtract_chosen: Any = intrinsic(_put_chosen(remainder=True))
+"""Subtract 8 float32, chosen from two by the bits of a byte."""
