@@ -385,12 +385,15 @@ def _collect(x, g, n, floor, limit, summing, work):
                 floor = _trim(indices, values, count, limit, hist, fine) + 1
                 count = limit
             hits = _hits(sums + 4 * group, size - group, floor)
-            while hits:
-                i = group + int64(trailing_zeros(hits))
-                hits &= hits - uint64(1)
+            # The first without a branch: whether there is one, nobody could foresee; two are rare.
+            while True:
+                i = group + (int64(trailing_zeros(hits)) & (LANES - 1))
                 indices[count] = int32(start + i)
                 values[count] = load_f32(sums + 4 * i)
-                count += 1
+                count += int64(hits != 0)
+                hits &= hits - uint64(1)
+                if hits == 0:
+                    break
     return energy, top, total, count
 
 
