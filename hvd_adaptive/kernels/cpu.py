@@ -681,7 +681,7 @@ def _put_signs(out, values, count):
         value = np.float64(values[i])
         plus += max(value, 0.0)
         minus -= min(value, 0.0)
-        negatives += int64(value < 0.0)
+        negatives += int64(values[i] < 0)
     positives = count - negatives
     up = np.float32(plus / positives) if positives else np.float32(0)
     down = np.float32(minus / negatives) if negatives else np.float32(0)
