@@ -432,8 +432,9 @@ class GatheredCompressor(Compressor):
     ) -> tuple[Tensor, LayerStats]:
         """Compress layers that stand side by side in one buffer.
 
-        A layer that holds a NaN or an Inf (in ``x`` or in its gradient) keeps its ``x`` bit for bit
-        and sends a mark instead.
+        A layer that holds a NaN or an Inf (in ``x`` or in its gradient) keeps its ``x`` and sends a
+        mark instead. Where the gradient was added and taken away again, ``x`` is what it was but for
+        rounding: within ``2^-21 (|x| + |grad|)``.
 
         Args:
             x: float32, 1-D; layer ``i`` is ``x[offsets[i]:offsets[i + 1]]``; left with the remainder.

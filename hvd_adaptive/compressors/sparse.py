@@ -38,7 +38,7 @@ from hvd_adaptive.wire import ValueFormat, WireError
 class SparseCompressor(GatheredCompressor, MultiLevel):
     """What the compressors that send a few elements share: all but the rule and what a level means.
 
-    Biased: use them with error feedback. Cost: two passes over the tensor and no sort. Wire:
+    Biased: use them with error feedback. Cost: one pass over the tensor and no sort. Wire:
     Rice-coded gaps (8.1 bits an element at density 1 %) and values of ``values`` bits; the rounding
     error of the values stays in the remainder. Zeros are never sent.
     """
@@ -300,8 +300,8 @@ class DensityCompressor(SparseCompressor):
 class TopK(DensityCompressor):
     """The ``density * numel`` elements of largest magnitude; ties go to the lowest index.
 
-    Biased: use it with error feedback. Cost: two passes over the tensor and no sort (three copies of
-    the tensor at density 1 %). Wire: Rice-coded gaps (8.1 bits an element at density 1 %) and values
+    Biased: use it with error feedback. Cost: one pass over the tensor and no sort (two copies of the
+    tensor at density 1 %). Wire: Rice-coded gaps (8.1 bits an element at density 1 %) and values
     of ``values`` bits; the rounding error of the values stays in the remainder.
     Zeros are never sent. Source: Aji and Heafield, "Sparse Communication for Distributed Gradient
     Descent" (EMNLP 2017), with exact selection.
@@ -338,7 +338,7 @@ class GlobalTopK(DensityCompressor):
     A layer of small gradients may send nothing, one of large gradients much. If one layer holds a NaN
     or an Inf, nothing is sent: all layers decode to NaN, and every layer keeps what it had.
 
-    Biased: use it with error feedback. Cost: three passes over the model. Wire: as :class:`TopK`, for
+    Biased: use it with error feedback. Cost: two passes over the model. Wire: as :class:`TopK`, for
     the model as one vector, which has at most 2^31 - 1 elements. Source: the same selection as top-k;
     Sahu et al., "Rethinking gradient sparsification as total error minimization" (NeurIPS 2021),
     section 5, compares it with one threshold a layer.
@@ -372,14 +372,14 @@ class GlobalTopK(DensityCompressor):
 class DGC(DensityCompressor):
     """The elements above a threshold that a sample suggests, at most ``density * numel`` of them.
 
-    The sample is one group of 32 elements in 13, from 2^21 elements on one in 61; a layer of up to
+    The sample is one group of 16 elements in 13, from 2^21 elements on one in 61; a layer of up to
     65,536 elements is its own sample. The threshold aims a little low: of too many elements the largest
     are selected. Where too few reach it, these are sent if they are 0.7 times the wanted number, which
     saves selecting anew. This is the selection; momentum correction, gradient clipping and factor
     masking are feedback rules.
 
-    Biased: use it with momentum correction or error feedback. Cost: two passes over the tensor, a
-    little less than :class:`TopK`. Wire: as :class:`TopK`, seldom less. Source: Lin et al., "Deep
+    Biased: use it with momentum correction or error feedback. Cost: one pass over the tensor, a little
+    less than :class:`TopK`. Wire: as :class:`TopK`, seldom less. Source: Lin et al., "Deep
     Gradient Compression" (ICLR 2018), sections 3 and 5.
 
     Args:
@@ -424,7 +424,7 @@ class RedSync(DensityCompressor):
     bits. Where ties leave no threshold for such a number, exactly ``density * numel`` are sent, the
     largest of lowest index.
 
-    Biased: use it with error feedback. Cost: two passes over the tensor. Wire: as :class:`TopK`, for up
+    Biased: use it with error feedback. Cost: one pass over the tensor. Wire: as :class:`TopK`, for up
     to twice as many elements: how many depends on where bisection comes by. ``wire_bytes`` is that of
     the most, ``sizes`` tells it for a tensor. Source: Fang et al., "RedSync" (JPDC 2019), section 5.
 
@@ -458,7 +458,7 @@ class Threshold(SparseCompressor):
     """All elements whose magnitude reaches a threshold, however many these are.
 
     Biased: use it with error feedback, which it is derived for: of all sparsifiers that send as much
-    in total, the one with a constant threshold has the least total error. Cost: two passes over the
+    in total, the one with a constant threshold has the least total error. Cost: one pass over the
     tensor. Wire: as :class:`TopK`; how much is not known beforehand: ``wire_bytes`` is that of all
     elements, ``sizes`` tells it for a tensor. Source: Sahu et al., "Rethinking gradient sparsification
     as total error minimization" (NeurIPS 2021), section 4.

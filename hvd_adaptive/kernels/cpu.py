@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.intrinsics import (
     LANES,
-    at_least,
+    add_and_survey,
     below_zero,
     bits_float,
     compiled,
@@ -53,6 +53,7 @@ from hvd_adaptive.kernels.intrinsics import (
     store_u16,
     store_u64,
     subtract_chosen,
+    survey,
     trailing_zeros,
     uint32_pointer,
 )
@@ -130,22 +131,6 @@ _inlined = compiled(inline=True)
 
 
 @_vector
-def _sum_block(x, g, out, n):
-    """out = x + g; returns the energy of the sum and its largest magnitude (as bits)."""
-    a = carray(float32_pointer(x), n)
-    b = carray(float32_pointer(g), n)
-    c = carray(float32_pointer(out), n)
-    energy = 0.0
-    top = int32(0)
-    for i in range(n):
-        value = a[i] + b[i]
-        c[i] = value
-        energy += np.float64(value) * np.float64(value)
-        top = max(top, int32(float_bits(value) & uint32(MAGNITUDE)))
-    return energy, int64(top)
-
-
-@_vector
 def _magnitude_sum(x, n):
     """The sum of the magnitudes of n elements."""
     a = carray(float32_pointer(x), n)
@@ -168,13 +153,16 @@ def _measure_block(x, n):
 
 
 @_kernel
-def _read_block(x, g, start, size, block):
-    """(address of x + g from start on, its energy, its top): x's own where there is no gradient."""
-    if g == 0:
-        energy, top = _measure_block(x + 4 * start, size)
-        return x + 4 * start, energy, top
-    energy, top = _sum_block(x + 4 * start, g + 4 * start, block, size)
-    return block, energy, top
+def _take_back(x, g, n):
+    """x -= g for n elements that g was added to; what that leaves of rounding alone becomes 0.
+
+    As error feedback does for a layer that was not finite on another rank.
+    """
+    a = carray(float32_pointer(x), n)
+    b = carray(float32_pointer(g), n)
+    for i in range(n):
+        rest = a[i] - b[i]
+        a[i] = rest if abs(rest) > np.float32(2.0**-22) * abs(b[i]) else np.float32(0)
 
 
 # --- the floor of top-k --------------------------------------------------------------------------
@@ -211,7 +199,7 @@ def _certain_floor(x, g, n, k, work):
     On scattered data 1.2 k elements reach it. Group j is every width-th element from j on, so that
     the maxima are formed by vector operations.
     """
-    hist, _, _, maxima, _, _ = work
+    hist, _, maxima, _, _ = work
     width = max(3 * k + 31, 64) & ~31
     if width > n // 2:
         return 1
@@ -230,7 +218,7 @@ def _certain_floor(x, g, n, k, work):
 
 @_kernel
 def _sample(x, g, n, hist):
-    """Count the bins of a sample: one group of 32 in 13, or in 61 of large layers. (top, elements)
+    """Count the bins of a sample: one group of 16 in 13, or in 61 of large layers. (top, elements)
 
     Odd strides, because weights have periods of powers of two.
     """
@@ -337,64 +325,69 @@ def _trim(indices, values, count, k, hist, fine):
     return prefix
 
 
-@_kernel
-def _hits(address, left, floor):
-    """Which of the next 32 elements (of ``left`` that are there) reach the floor, as bits."""
+@_inlined
+def _add_group(x, g, left, floor):
+    """x += g for the next 32 elements (of ``left`` that are there), if all sums are finite.
+
+    Returns (which of them reach the floor, as bits; their energy: finite if they are). Where g is 0,
+    nothing is added.
+    """
     if left >= LANES:
-        return at_least(address, int32(floor))
-    hits = uint64(0)
+        return add_and_survey(x, g, int32(floor)) if g != 0 else survey(x, g, int32(floor))
+    hits, energy = uint64(0), 0.0
     for i in range(left):
-        reached = (int64(load_u32(address + 4 * i)) & MAGNITUDE) >= floor
-        hits |= uint64(reached) << uint64(i)
-    return hits
+        value = load_f32(x + 4 * i) + (load_f32(g + 4 * i) if g != 0 else np.float32(0))
+        magnitude = int64(float_bits(value)) & MAGNITUDE
+        hits |= uint64(magnitude >= floor) << uint64(i)
+        energy += np.float64(value) * np.float64(value)
+    if g != 0 and energy < np.inf:
+        for i in range(left):
+            store_f32(x + 4 * i, load_f32(x + 4 * i) + load_f32(g + 4 * i))
+    return hits, energy
 
 
 @_kernel
 def _collect(x, g, n, floor, limit, summing, work):
-    """Collect the elements of x + g that reach the floor; of too many at least the ``limit`` largest.
+    """Add g to x, and collect the elements of the sum that reach the floor.
 
-    Candidates beyond the limit are trimmed when the room is full. From then on the least of those
-    kept is the floor, and an equal does not reach it: its index would be higher.
+    Of too many at least the ``limit`` largest: candidates beyond it are trimmed when the room is full.
+    From then on the least of those kept is the floor, and an equal does not reach it: its index would
+    be higher.
 
-    Returns (energy, top, sum of magnitudes if ``summing``, count); top >= INF: not finite, and what
-    was collected means nothing.
+    Returns (energy, whether all is finite, sum of magnitudes if ``summing``, count). If not, x is as it
+    was but for rounding, and what was collected means nothing.
     """
-    hist, fine, block, indices, values, _ = work
-    block_address = int64(block.ctypes.data)  # unsigned, it would make a float of a signed address
+    hist, fine, indices, values, _ = work
     room = _room(n, limit)
-    energy, top, total, count = 0.0, int64(0), 0.0, int64(0)
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        sums, block_energy, block_top = _read_block(x, g, start, size, block_address)
-        energy += block_energy
-        top = max(top, block_top)
-        if top >= INF:
-            break
-        if summing:
-            total += _magnitude_sum(sums, size)
-        if block_top < floor:
-            continue
-        next_x = x + 4 * (start + size)
-        next_g = (g if g else x) + 4 * (start + size)
-        for group in range(0, size, LANES):
-            # The branches below would otherwise leave the memory idle.
-            for line in range(4 * group, 4 * (group + LANES), 64):
-                prefetch(next_x + line)
-                prefetch(next_g + line)
+    energy, total, count = 0.0, 0.0, int64(0)
+    for block in range(0, n, BLOCK):
+        size = min(BLOCK, n - block)
+        for start in range(block, block + size, LANES):
+            here, there = x + 4 * start, g + 4 * start if g != 0 else int64(0)
+            for line in range(0, 4 * LANES, LINE):
+                prefetch(here + 4 * BLOCK + line)
+                prefetch((there if g != 0 else here) + 4 * BLOCK + line)
             if count + LANES > room and count > limit:
                 floor = _trim(indices, values, count, limit, hist, fine) + 1
                 count = limit
-            hits = _hits(sums + 4 * group, size - group, floor)
+            hits, squares = _add_group(here, there, n - start, floor)
+            if not squares < np.inf:
+                if g != 0:
+                    _take_back(x, g, start)
+                return energy, False, total, count
+            energy += squares
             # The first without a branch: whether there is one, nobody could foresee; two are rare.
             while True:
-                i = group + (int64(trailing_zeros(hits)) & (LANES - 1))
+                i = int64(trailing_zeros(hits)) & (LANES - 1)
                 indices[count] = int32(start + i)
-                values[count] = load_f32(sums + 4 * i)
+                values[count] = load_f32(here + 4 * i)
                 count += int64(hits != 0)
                 hits &= hits - uint64(1)
                 if hits == 0:
                     break
-    return energy, top, total, count
+        if summing:
+            total += _magnitude_sum(x + 4 * block, size)
+    return energy, True, total, count
 
 
 # --- the rules -----------------------------------------------------------------------------------
@@ -402,7 +395,10 @@ def _collect(x, g, n, floor, limit, summing, work):
 
 @_kernel
 def _take(x, g, n, k, rule, threshold, work):
-    """What a rule sends of a layer, as candidates in order: (energy, top, count); threshold as bits."""
+    """Add g to x, and take what a rule sends of the sum, as candidates in order; threshold as bits.
+
+    Returns (energy, whether all is finite, count); if not, x is as it was but for rounding.
+    """
     limit = min(n, 2 * k + 1) if rule == REDSYNC else k
     guessed = rule == DGC and n > SMALL and 0 < k < n // 3
     if guessed:
@@ -412,29 +408,29 @@ def _take(x, g, n, k, rule, threshold, work):
     else:
         first, certain = _floor_topk(x, g, n, limit, work)
     while True:
-        energy, top, total, count = _collect(x, g, n, first, limit, rule == REDSYNC, work)
-        if top >= INF:
-            return energy, top, count
+        energy, finite, total, count = _collect(x, g, n, first, limit, rule == REDSYNC, work)
+        if not finite:
+            return energy, False, count
         if certain or first == 1 or count >= limit or (guessed and 10 * count >= 7 * k):
             break
-        first, guessed = int64(1), False
+        first, guessed, g = int64(1), False, int64(0)  # too high a guess; x is the sum by now
     if count > limit:
-        _trim(work[3], work[4], count, limit, work[0], work[1])
+        _trim(work[2], work[3], count, limit, work[0], work[1])
         count = limit
     if rule == REDSYNC and count > k:
-        count = _cut_redsync(count, k, np.float32(total / n), top, work)
-    return energy, top, count
+        count = _cut_redsync(count, k, np.float32(total / n), work)
+    return energy, True, count
 
 
 @_kernel
-def _cut_redsync(count, k, mean, top, work):
+def _cut_redsync(count, k, mean, work):
     """Keep between k and 2 k of the 2 k + 1 largest, in order; returns how many."""
-    hist, fine, _, indices, values, _ = work
-    lowest = top >> 16
+    hist, fine, indices, values, _ = work
+    lowest, top = int64(INF) >> 16, int64(0)
     for i in range(count):
-        b = (int64(float_bits(values[i])) & MAGNITUDE) >> 16
-        hist[b] += int32(1)
-        lowest = min(lowest, b)
+        magnitude = int64(float_bits(values[i])) & MAGNITUDE
+        hist[magnitude >> 16] += int32(1)
+        lowest, top = min(lowest, magnitude >> 16), max(top, magnitude)
     for b in range((top >> 16) - 1, lowest - 1, -1):
         hist[b] += hist[b + 1]
     floor = _bisect(hist, lowest, count, k, mean, top) << 16
@@ -484,24 +480,13 @@ def _count_block(x, n, spectrum):
 
 
 @_kernel
-def _store(x, g, n, indices, values, count, spectrum):
-    """The second pass: x += g, and the values at the indices in the place of the sum.
-
-    The sum is counted on the way where ``spectrum`` is not 0.
-    """
-    done = 0
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        a = carray(float32_pointer(x + 4 * start), size)
-        if g != 0:
-            b = carray(float32_pointer(g + 4 * start), size)
-            for i in range(size):
-                a[i] += b[i]
-        if spectrum != 0:
-            _count_block(x + 4 * start, size, spectrum)
-        while done < count and indices[done] < start + size:
-            a[indices[done] - start] = values[done]
-            done += 1
+def _store(x, n, indices, values, count, spectrum):
+    """Put values in the place of the sums at their indices; count all before, if spectrum is not 0."""
+    if spectrum != 0:
+        _count_block(x, n, spectrum)
+    for i in range(count):
+        prefetch(x + 4 * int64(indices[min(i + AHEAD, count - 1)]))
+        store_f32(x + 4 * int64(indices[i]), values[i])
 
 
 # --- coding --------------------------------------------------------------------------------------
@@ -773,14 +758,14 @@ def _sizes(offsets, counts, value_format, rule):
 @_kernel
 def _compress_layer(x, g, n, k, rule, floor, value_format, out, stats, spectrum, work):
     """One layer, from the gradient to the payload; returns the address after it."""
-    _, _, _, indices, values, parameters = work
-    energy, top, count = _take(x, g, n, k, rule, floor, work)
-    if top >= INF:
+    _, _, indices, values, parameters = work
+    energy, finite, count = _take(x, g, n, k, rule, floor, work)
+    if not finite:
         stats[:] = 0.0
         stats[3] = 1.0
         return _put_varint(out, int64(1))
     sent, out = _encode(out, indices, values, count, value_format, parameters)
-    _store(x, g, n, indices, values, count, spectrum)
+    _store(x, n, indices, values, count, spectrum)
     stats[0], stats[1], stats[2], stats[3] = energy, sent, float(count), 0.0
     return out
 
@@ -828,7 +813,6 @@ class _Work(threading.local):
     def __init__(self) -> None:
         self.hist = np.zeros(BINS, np.int32)
         self.fine = np.empty(256, np.int32)
-        self.block = np.empty(BLOCK, np.float32)
         self.grow(1 << 12)
         self.grow_decoded(1 << 12)
 
@@ -842,10 +826,10 @@ class _Work(threading.local):
         self.decoded_values = np.empty(count, np.float32)
 
     def arrays(self, candidates: int) -> tuple[npt.NDArray[np.generic], ...]:
-        """For compressing: bins, digits, a block of sums, candidates, and Rice parameters."""
+        """For compressing: bins, digits, candidates, and Rice parameters."""
         if candidates > len(self.indices):
             self.grow(candidates + candidates // 4)
-        return (self.hist, self.fine, self.block, self.indices, self.values, self.parameters)
+        return (self.hist, self.fine, self.indices, self.values, self.parameters)
 
     def decoded(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """For decompressing: indices and values."""
@@ -871,7 +855,7 @@ def sparse_compress_(
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :func:`hvd_adaptive.kernels.reference.sparse_compress_`: the same bytes, at memory speed.
 
-    Releases the GIL. Cost at density 1 %: about three copies of the tensor, and for small layers some
+    Releases the GIL. Cost at density 1 %: about two copies of the tensor, and for small layers some
     microseconds each. Memory: 24 bytes a value sent by the largest layer, kept for each thread (48
     for RedSync).
     """
@@ -907,7 +891,7 @@ def sparse_compress_(
         start, spans, counts, int(rule), floors, np.zeros(1, np.int64), how, out, total, 0, work
     )
     count = int(total[0, 2])
-    _note_sent(out + size, offsets, work[3], _work.decoded(count)[1], count, how, stats)
+    _note_sent(out + size, offsets, work[2], _work.decoded(count)[1], count, how, stats)
     return buffer[: reserve + size], stats
 
 
@@ -1307,7 +1291,7 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
         stats[:] = 0.0
         stats[3] = 1.0
         return 0, position, _put_varint(out, int64(1)), count
-    _, _, _, indices, values, parameters = work
+    _, _, indices, values, parameters = work
     old, one = int64(old_values.ctypes.data), np.float32(1)
     energy, _, kept = _take(old, 0, count, min(k, count), rule, floor, work)
     for i in range(kept):
@@ -1393,7 +1377,7 @@ def sparse_shrink_(
         start = body.data_ptr()  # anew: what was in x has taken the values' places
         _read_but_positions(start, start + size, int(numels[0]), how, *decoded)
         _energy_by_layer(offsets, *decoded, count, stats, 0)
-        _note_sent(out + written, offsets, work[3], decoded[1], sent, how, stats)
+        _note_sent(out + written, offsets, work[2], decoded[1], sent, how, stats)
     return buffer[: reserve + written], stats
 
 
@@ -1510,9 +1494,9 @@ def moments(x: Tensor) -> npt.NDArray[np.float64]:
 @_kernel
 def _fill_position_bits(x, n, counts, order, table, work):
     """Select the most, thin them out from count to count, and measure what is left."""
-    hist, fine, _, indices, values, parameters = work
-    _, top, left = _take(x, 0, n, min(n, counts[order[0]]), TOPK, 1, work)
-    if top >= INF:
+    hist, fine, indices, values, parameters = work
+    _, finite, left = _take(x, 0, n, min(n, counts[order[0]]), TOPK, 1, work)
+    if not finite:
         return
     for row in order:
         if counts[row] < left:

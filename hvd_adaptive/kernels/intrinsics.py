@@ -33,6 +33,7 @@ def compiled(*freedoms: str, inline: bool = False) -> Any:
 
 _I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 _EIGHT_F32 = ir.VectorType(ir.FloatType(), 8)
+_EIGHT_F64 = ir.VectorType(ir.DoubleType(), 8)
 LANES = 32
 
 
@@ -131,27 +132,72 @@ def _spread(builder: Any, scalar: Any, lanes: Any) -> Any:
     return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_I32, lanes.count), None))
 
 
-def _compare_lanes(mask: int, comparison: str) -> Any:
-    """An intrinsic that compares 32 words at an address, of which only ``mask`` counts, with a number.
+def _in_bin(typingctx, address, number):
+    """A uint64 whose bit ``i`` says whether float32 ``i`` of the 32 at an address is in a bin."""
+    del typingctx, address, number
 
-    It returns a uint64 whose bit ``i`` says how word ``i`` compares.
+    def codegen(context, builder, signature, args):
+        del context, signature
+        lanes = ir.VectorType(_I32, LANES)
+        words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
+        upper = builder.and_(words, ir.Constant(lanes, [0x7FFF0000] * LANES))
+        hits = builder.icmp_signed("==", upper, _spread(builder, args[1], lanes))
+        return builder.zext(builder.bitcast(hits, _I32), _I64)
+
+    return types.uint64(types.int64, types.int32), codegen
+
+
+def _lanes(builder: Any, vector: Any, start: int, stop: int) -> Any:
+    """Some lanes of a vector."""
+    chosen = ir.Constant(ir.VectorType(_I32, stop - start), list(range(start, stop)))
+    return builder.shuffle_vector(vector, vector, chosen)
+
+
+def _energy(builder: Any, values: Any) -> Any:
+    """The sum of the squares of a vector of 32 float32, as a double."""
+    squares = None
+    for start in range(0, LANES, 8):
+        eight = builder.fpext(_lanes(builder, values, start, start + 8), _EIGHT_F64)
+        product = builder.fmul(eight, eight, flags=["contract"])
+        squares = builder.fadd(squares, product, flags=["contract"]) if squares else product
+    for half in (4, 2, 1):
+        upper = _lanes(builder, squares, half, 2 * half)
+        squares = builder.fadd(_lanes(builder, squares, 0, half), upper)
+    return builder.extract_element(squares, ir.Constant(_I32, 0))
+
+
+def _survey(add: bool) -> Any:
+    """An intrinsic that looks at the 32 float32 at an address; as ``add``, after adding 32 others.
+
+    It returns which magnitudes have bits of at least a number, as a uint64, and the energy. Sums are
+    stored if all of them are finite: if the energy is, for the square of a float32 fits in a double.
     """
 
-    def compare(typingctx, address, number):
-        del typingctx, address, number
+    def look(typingctx, address, other, number):
+        del typingctx, address, other, number
 
         def codegen(context, builder, signature, args):
-            del context, signature
-            lanes = ir.VectorType(_I32, LANES)
-            words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
-            masked = builder.and_(words, ir.Constant(lanes, [mask] * LANES))
-            numbers = _spread(builder, args[1], lanes)
-            hits = builder.icmp_signed(comparison, masked, numbers)  # both below 2^31
-            return builder.zext(builder.bitcast(hits, _I32), _I64)
+            floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
+            pointer = builder.inttoptr(args[0], floats.as_pointer())
+            values = builder.load(pointer, align=4)
+            if add:
+                others = builder.inttoptr(args[1], floats.as_pointer())
+                values = builder.fadd(values, builder.load(others, align=4))
+            energy = _energy(builder, values)
+            if add:
+                limit = ir.Constant(ir.DoubleType(), float("inf"))
+                with builder.if_then(builder.fcmp_ordered("<", energy, limit), likely=True):
+                    builder.store(values, pointer, align=4)
+            bits = builder.bitcast(values, words)
+            magnitudes = builder.and_(bits, ir.Constant(words, [0x7FFFFFFF] * LANES))
+            hits = builder.icmp_signed(">=", magnitudes, _spread(builder, args[2], words))
+            found = builder.zext(builder.bitcast(hits, _I32), _I64)
+            return context.make_tuple(builder, signature.return_type, [found, energy])
 
-        return types.uint64(types.int64, types.int32), codegen
+        returned = types.Tuple((types.uint64, types.float64))
+        return returned(types.int64, types.int64, types.int32), codegen
 
-    return compare
+    return look
 
 
 def _below_zero(typingctx, address):
@@ -212,9 +258,11 @@ def _prefetch(typingctx, address):
 
 # Annotated because what Numba's decorator returns is called with one argument less than it declares.
 trailing_zeros: Any = intrinsic(_trailing_zeros)
-at_least: Any = intrinsic(_compare_lanes(0x7FFFFFFF, ">="))
-"""Which of 32 float32 have magnitudes whose bits are at least a number."""
-in_bin: Any = intrinsic(_compare_lanes(0x7FFF0000, "=="))
+survey: Any = intrinsic(_survey(add=False))
+"""Which of 32 float32 have magnitudes whose bits are at least a number, and their energy."""
+add_and_survey: Any = intrinsic(_survey(add=True))
+"""The same of 32 float32 to which others are added first."""
+in_bin: Any = intrinsic(_in_bin)
 """Which of 32 float32 have magnitudes whose upper 16 bits are those of a number."""
 prefetch: Any = intrinsic(_prefetch)
 below_zero: Any = intrinsic(_below_zero)
