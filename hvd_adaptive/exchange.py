@@ -288,13 +288,12 @@ class Exchange:
         ranks = self._transport.size
         bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), ranks)
         local = [each.clone() for each in work] if nonfinite else work
-        torch._foreach_zero_(work)
         marks = np.zeros(len(work), np.bool_)
-        for body in bodies:
-            for part, code in zip(bucket.parts, wire.split_parts(body, len(bucket.parts)), strict=True):
-                marks[part.start : part.stop] |= _gathered(part).decompress_layers_add_(
-                    code, work[part.start : part.stop], self._transport.scale
-                )
+        by_rank = [wire.split_parts(body, len(bucket.parts)) for body in bodies]
+        for part, of_all in zip(bucket.parts, zip(*by_rank, strict=True), strict=True):
+            marks[part.start : part.stop] = _gathered(part).decompress_layers_sum_(
+                of_all, work[part.start : part.stop], self._transport.scale
+            )
         good = (~marks).tolist()
         self._clear_sent(bucket, codes, good)
         if nonfinite:

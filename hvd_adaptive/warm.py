@@ -39,7 +39,8 @@ def _use(compressor: Compressor) -> None:
     level = compressor.level
     if isinstance(compressor, GatheredCompressor):
         grads = [torch.ones(64)]
-        compressor.compress_layers_(x.clone(), np.array([0, 64]), [level], grads, state=state)
+        body, _ = compressor.compress_layers_(x.clone(), np.array([0, 64]), [level], grads, state=state)
+        compressor.decompress_layers_sum_([body], [torch.zeros(64)], 1.0)
     payload = compressor.compress_(x, level, shape=(8, 8), state=state)
     if isinstance(compressor, MultiLevel):
         payload = compressor.shrink_(payload, x, level / 2)

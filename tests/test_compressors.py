@@ -399,6 +399,23 @@ def test_a_layer_that_is_not_finite_is_marked_and_the_others_are_sent(spec: str)
 
 
 @pytest.mark.parametrize("spec", GATHERED)
+def test_the_sum_over_ranks_is_that_of_adding_to_zeros(spec: str) -> None:
+    compressor = parse(spec)
+    assert isinstance(compressor, GatheredCompressor)
+    offsets, bodies = np.array([0, 100, 250, 300]), []
+    for rank in range(3):
+        x = sample(300) * (rank + 1)
+        if rank == 1:
+            x[260] = float("inf")
+        bodies.append(compressor.compress_layers_(x, offsets, [compressor.level] * 3)[0])
+    added, summed = ([torch.full((size,), held) for size in (100, 150, 50)] for held in (0.0, 7.0))
+    marks = [compressor.decompress_layers_add_(body, added, 0.5) for body in bodies]
+    found = compressor.decompress_layers_sum_(bodies, summed, 0.5)
+    assert found.tolist() == np.logical_or.reduce(marks).tolist()
+    torch.testing.assert_close(summed, added, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("spec", GATHERED)
 def test_damaged_payloads_are_refused_or_decode_to_numbers(spec: str) -> None:
     compressor, rng = parse(spec), np.random.default_rng(8)
     for numel in (1, 40, 3000):

@@ -716,6 +716,72 @@ def test_stats_are_the_energies_of_x_and_of_what_was_sent(
         np.testing.assert_allclose(stats[0, :2], energies, rtol=1e-12)
 
 
+# --- summing -------------------------------------------------------------------------------------
+
+
+@usual
+@given(
+    st.lists(layers, min_size=1, max_size=5),
+    st.sampled_from(ValueFormat),
+    st.booleans(),
+    st.sampled_from([1, 3, 20]),
+    st.booleans(),
+)
+def test_a_sum_is_that_of_one_body_after_the_other_bit_for_bit(
+    kinds: list[tuple[str, int, int]], values: ValueFormat, whole: bool, ranks: int, nonfinite: bool
+) -> None:
+    shapes = [numbers(*kind).size for kind in kinds]
+    bodies = []
+    for rank in range(ranks):
+        parts = [numbers("normal", size, rank) for size in shapes]
+        if nonfinite and rank == ranks // 2 and shapes[-1]:
+            parts[-1][0] = np.inf
+        x, spans = torch.from_numpy(np.concatenate(parts)), [sum(shapes)] if whole else shapes
+        counts = np.array([-(-size // 50) for size in spans])
+        bodies.append(cpu.sparse_compress_(x, offsets_of(parts), counts, values, whole=whole)[0])
+    expected, marks = [torch.zeros(size) for size in shapes], np.zeros(len(shapes), np.uint8)
+    for body in bodies:
+        marks |= cpu.sparse_decompress_add_(body, expected, 0.3, values, whole)
+    for kernels in (cpu, reference):
+        outs = [torch.full((size,), 7.0) for size in shapes]
+        found = kernels.sparse_decompress_sum_(bodies, outs, 0.3, values, whole)
+        assert found.tolist() == marks.tolist()
+        for out, other in zip(outs, expected, strict=True):
+            assert torch.equal(out.isnan(), other.isnan())
+            assert np.array_equal(bits(out.nan_to_num()), bits(other.nan_to_num()))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_a_large_sum_goes_past_the_cache_wherever_it_begins(shift: int) -> None:
+    numel, ranks = 1_000_003, 17
+    bodies = [
+        compress(cpu, numbers("normal", numel, rank), 9000, ValueFormat.bf16)[0]
+        for rank in range(ranks)
+    ]
+    expected, memory = torch.zeros(numel), torch.full((numel + 16,), 7.0)
+    for body in bodies:
+        cpu.sparse_decompress_add_(body, [expected], 0.25)
+    assert 4 * numel > cpu.STREAMED
+    assert ranks > cpu.TOGETHER
+    cpu.sparse_decompress_sum_(bodies, [memory[shift : shift + numel]], 0.25)
+    assert np.array_equal(bits(memory[shift : shift + numel]), bits(expected))
+    assert memory[:shift].tolist() + memory[shift + numel :].tolist() == [7.0] * 16
+
+
+@MODULES
+def test_a_sum_names_what_is_damaged_and_wants_a_body(kernels: ModuleType) -> None:
+    good = compress(cpu, numbers("normal", 300, 1), 5, ValueFormat.fp32)[0]
+    out = torch.zeros(300)
+    with pytest.raises(WireError, match="layer 0"):
+        kernels.sparse_decompress_sum_([good, good[:-1]], [out], 1.0)
+    with pytest.raises(WireError):
+        kernels.sparse_decompress_sum_([good, torch.cat([good, good])], [out], 1.0)
+    with pytest.raises(ValueError, match="no body to sum"):
+        kernels.sparse_decompress_sum_([], [out], 1.0)
+    with pytest.raises(ValueError, match="contiguous float32"):
+        kernels.sparse_decompress_sum_([good], [out.double()], 1.0)
+
+
 # --- NaN and Inf ---------------------------------------------------------------------------------
 
 

@@ -466,6 +466,20 @@ class GatheredCompressor(Compressor):
             WireError: the body is damaged or belongs to other layers.
         """
 
+    def decompress_layers_sum_(
+        self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Set each ``out`` to ``scale`` times the sum of what all ``bodies`` hold of its layer.
+
+        As :meth:`decompress_layers_add_` of one after the other to zeros, bit for bit. When a
+        WireError is raised, what the outputs hold means nothing.
+        """
+        torch._foreach_zero_(list(outs))
+        marks = np.zeros(len(outs), np.bool_)
+        for body in bodies:
+            marks |= self.decompress_layers_add_(body, outs, scale)
+        return marks
+
     @final
     def compress_(
         self,

@@ -126,6 +126,15 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         return marks.astype(np.bool_)
 
     @final
+    def decompress_layers_sum_(
+        self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Sum by blocks that stay in the cache, and write each element once."""
+        kernel = kernels.for_device(bodies[0].device)
+        marks = kernel.sparse_decompress_sum_(bodies, outs, scale, self.format, self.whole_model)
+        return marks.astype(np.bool_)
+
+    @final
     def clear_layers_(self, body: Tensor, outs: Sequence[Tensor]) -> None:
         """Set ``outs`` to 0 wherever ``body`` holds an element: momentum factor masking.
 

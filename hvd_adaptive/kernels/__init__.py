@@ -48,6 +48,16 @@ class Kernels(Protocol):
     ) -> npt.NDArray[np.uint8]:
         """Add what a body holds."""
 
+    def sparse_decompress_sum_(
+        self,
+        bodies: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        scale: float,
+        values: ValueFormat | None = None,
+        whole: bool = False,
+    ) -> npt.NDArray[np.uint8]:
+        """Set to the sum of what bodies hold."""
+
     def sparse_clear_(
         self,
         body: Tensor,

@@ -37,6 +37,7 @@ from hvd_adaptive.kernels.intrinsics import (
     below_zero,
     bits_float,
     compiled,
+    fence,
     float32_pointer,
     float_bits,
     in_bin,
@@ -52,6 +53,7 @@ from hvd_adaptive.kernels.intrinsics import (
     store_u8,
     store_u16,
     store_u64,
+    stream,
     subtract_chosen,
     survey,
     trailing_zeros,
@@ -65,6 +67,7 @@ from hvd_adaptive.kernels.reference import (
     STRIDES,
     Rule,
     check_bins,
+    check_bodies,
     check_body,
     check_counts,
     check_layers,
@@ -95,19 +98,24 @@ __all__ = [
     "sparse_clear_",
     "sparse_compress_",
     "sparse_decompress_add_",
+    "sparse_decompress_sum_",
     "sparse_shrink_",
     "spectrum",
     "summary",
 ]
 
 BLOCK = 2048
-"""Elements handled at once: 8 KiB of sums stay in the first-level cache."""
+"""Elements handled at once: 8 KiB stay in the first-level cache."""
 SPARE = 4096
 """Candidates that a layer may have beyond 3 k before they are trimmed."""
 AHEAD = 24
 """So many values ahead of time, a value's place in the output is fetched; so many groups, a group's."""
 LINE = 64
 """Bytes of a cache line."""
+STREAMED = 1 << 20
+"""Bytes from which on a sum is written past the cache, which could not hold it until it is read."""
+TOGETHER = 16
+"""So many bodies at most are decoded before they are summed, which bounds the memory."""
 SLACK = 16
 """Bytes that the bit writer may touch past the end."""
 
@@ -813,6 +821,7 @@ class _Work(threading.local):
     def __init__(self) -> None:
         self.hist = np.zeros(BINS, np.int32)
         self.fine = np.empty(256, np.int32)
+        self.block = np.empty(BLOCK, np.float32)
         self.grow(1 << 12)
         self.grow_decoded(1 << 12)
 
@@ -1270,6 +1279,134 @@ def sparse_clear_(
 ) -> None:
     """See :func:`hvd_adaptive.kernels.reference.sparse_clear_`. Releases the GIL."""
     _apply(body, outs, 0.0, values, whole, clear=True)
+
+
+# --- summing -------------------------------------------------------------------------------------
+
+
+@_kernel
+def _put_block(out, block, size, streamed):
+    """Write the first elements of a block to an address."""
+    source, done = int64(block.ctypes.data), int64(0)
+    if streamed:
+        done = size & ~7
+        for i in range(0, done, 8):
+            stream(source + 4 * i, out + 4 * i)
+    target = carray(float32_pointer(out), size)
+    for i in range(done, size):
+        target[i] = block[i]
+
+
+@_kernel
+def _sum_output(out, n, first, fresh, scale, decoded, counts, places, block):
+    """Sum what the bodies hold in [first, first + n); ``places``: the next value of each, moved on."""
+    indices, values = decoded
+    streamed = 4 * n >= STREAMED and out % 32 == 0
+    for start in range(0, n, BLOCK):
+        size = min(BLOCK, n - start)
+        if fresh:
+            block[:size] = np.float32(0)
+        else:
+            block[:size] = carray(float32_pointer(out + 4 * start), size)
+        begin = first + start
+        for body in range(len(counts)):
+            where, what, i = indices[body], values[body], places[body]
+            while i < counts[body] and int64(where[i]) < begin + size:
+                block[int64(where[i]) - begin] += scale * what[i]
+                i += 1
+            places[body] = i
+        _put_block(out + 4 * start, block, size, streamed)
+
+
+@_kernel
+def _sum_layers(
+    starts, ends, outs, numels, whole, fresh, scale, expected, marks, decoded, counts, places, block
+):
+    """Sum all bodies, layer by layer; returns (damage, body, layer, its address)."""
+    indices, values = decoded
+    coded = 1 if whole else len(outs)
+    for layer in range(coded):
+        first, last = (0, len(outs)) if whole else (layer, layer + 1)
+        n, nonfinite = int64(numels[first:last].sum()), False
+        for body in range(len(starts)):
+            damage, position, count = _decode_layer(
+                starts[body], ends[body], n, expected, indices[body], values[body]
+            )
+            if damage:
+                return damage, body, layer, position
+            nonfinite |= count < 0
+            starts[body], counts[body], places[body] = position, max(count, 0), 0
+        before = int64(0)
+        for out in range(first, last):
+            if nonfinite:
+                marks[out] = 1
+                carray(float32_pointer(outs[out]), numels[out])[:] = np.float32(np.nan)
+            else:
+                _sum_output(
+                    outs[out], numels[out], before, fresh, scale, decoded, counts, places, block
+                )
+            before += numels[out]
+    fence()
+    for body in range(len(starts)):
+        if starts[body] != ends[body]:
+            return TRAILING, body, coded - 1, starts[body]
+    return 0, 0, 0, 0
+
+
+def sparse_decompress_sum_(
+    bodies: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None = None,
+    whole: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """See :func:`hvd_adaptive.kernels.reference.sparse_decompress_sum_`. Releases the GIL.
+
+    Cost: writing the outputs once, and some ns a value. Memory: 8 bytes a value of a layer of 16
+    bodies, kept for each thread.
+    """
+    marks = np.zeros(len(outs), np.uint8)
+    for first in range(0, len(check_bodies(bodies)), TOGETHER):
+        _sum(bodies[first : first + TOGETHER], outs, scale, values, whole, first == 0, marks)
+    return marks
+
+
+def _sum(
+    bodies: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None,
+    whole: bool,
+    fresh: bool,
+    marks: npt.NDArray[np.uint8],
+) -> None:
+    """Add some bodies to the outputs, or to zeros if ``fresh``; sets marks."""
+    for body in bodies:
+        sizes = check_outs(body, outs, whole)
+    numels = np.array(sizes, np.int64)
+    spans = numels.sum(keepdims=True) if whole else numels
+    begins = np.array([body.data_ptr() for body in bodies], np.int64)
+    lengths = np.array([body.numel() for body in bodies], np.int64)
+    most = _most_decoded(int(lengths.max()), spans)
+    indices, decoded = _work.decoded(len(bodies) * most)
+    shape = (len(bodies), most)
+    damage, which, layer, position = _sum_layers(
+        begins.copy(),
+        begins + lengths,
+        np.array([out.data_ptr() for out in outs], np.int64),
+        numels,
+        whole,
+        fresh,
+        np.float32(scale),
+        -1 if values is None else int(values),
+        marks,
+        (indices[: len(bodies) * most].reshape(shape), decoded[: len(bodies) * most].reshape(shape)),
+        np.empty(len(bodies), np.int64),
+        np.empty(len(bodies), np.int64),
+        _work.block,
+    )
+    if damage:
+        raise _damaged(damage, layer, spans, position - int(begins[which]), int(lengths[which]))
 
 
 # --- compressing again ---------------------------------------------------------------------------

@@ -236,6 +236,32 @@ def _put_chosen(remainder: bool) -> Any:
     return put
 
 
+def _stream(typingctx, source, target):
+    """Copy 8 float32 to a multiple of 32 bytes, past the cache; a fence must follow."""
+    del typingctx, source, target
+
+    def codegen(context, builder, signature, args):
+        del signature
+        here, there = (builder.inttoptr(each, _EIGHT_F32.as_pointer()) for each in args)
+        store = builder.store(builder.load(here, align=4), there, align=32)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _fence(typingctx):
+    """All that was stored before is seen by all before what is stored after."""
+    del typingctx
+
+    def codegen(context, builder, signature, args):
+        del signature, args
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def _prefetch(typingctx, address):
     """Start loading the cache line at ``address``; any address will do, nothing is ever raised."""
     del typingctx, address
@@ -265,6 +291,8 @@ add_and_survey: Any = intrinsic(_survey(add=True))
 in_bin: Any = intrinsic(_in_bin)
 """Which of 32 float32 have magnitudes whose upper 16 bits are those of a number."""
 prefetch: Any = intrinsic(_prefetch)
+stream: Any = intrinsic(_stream)
+fence: Any = intrinsic(_fence)
 below_zero: Any = intrinsic(_below_zero)
 """Which of 8 float32 are below 0, as a byte."""
 put_chosen: Any = intrinsic(_put_chosen(remainder=False))

@@ -267,6 +267,13 @@ def check_outs(body: Tensor, outs: Sequence[Tensor], whole: bool = False) -> lis
     return numels
 
 
+def check_bodies(bodies: Sequence[Tensor]) -> Sequence[Tensor]:
+    """ValueError where there is nothing to sum."""
+    if not bodies:
+        raise ValueError("there is no body to sum: each rank sends one")
+    return bodies
+
+
 def check_body(body: Tensor, x: Tensor) -> None:
     """ValueError unless ``body`` is bytes on the device of ``x``."""
     _check_bytes(body)
@@ -775,6 +782,41 @@ def sparse_decompress_add_(
         if nonfinite:
             out.fill_(float("nan"))
         out[where] += taken * torch.tensor(scale, dtype=torch.float32, device=out.device)
+    return marks
+
+
+def sparse_decompress_sum_(
+    bodies: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None = None,
+    whole: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """Set the outputs to ``scale`` times the sum of all bodies.
+
+    It is what :func:`sparse_decompress_add_` of one after the other makes of zeros, bit for bit. When a
+    WireError is raised, what the outputs hold means nothing.
+
+    Args:
+        bodies: one a rank, of at least one.
+        outs: as for :func:`sparse_decompress_add_`, like all that follows, the marks and the errors.
+        scale: what to multiply with.
+        values: the format of the values.
+        whole: each body is one layer over all outputs.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from hvd_adaptive.wire import ValueFormat
+        >>> x, out = torch.tensor([1.0, -5.0, 2.0]), torch.ones(3)
+        >>> body, _ = sparse_compress_(x, np.array([0, 3]), np.array([1]), ValueFormat.fp16)
+        >>> sparse_decompress_sum_([body, body], [out], scale=0.5).tolist(), out.tolist()
+        ([0], [0.0, -5.0, 0.0])
+    """
+    for out in outs:
+        out.zero_()
+    marks = np.zeros(len(outs), np.uint8)
+    for body in check_bodies(bodies):
+        marks |= sparse_decompress_add_(body, outs, scale, values, whole)
     return marks
 
 
