@@ -48,7 +48,7 @@ from typing import Any
 import lab
 import report
 import training_tables as tables
-from training_tables import ALONE, DENSE, FP16, SAME, TOPK
+from training_tables import ALONE, DENSE, FP16, SAME, SIGNS, TOPK
 
 HOSTS = 4
 UNSHAPED = "unshaped"
@@ -139,7 +139,7 @@ def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Met
 WARMUP = 0.05
 SEVERAL = ("lstm", "resnet")
 """A model of a few large layers, and one of many small ones: for planners that combine others."""
-INT8 = "topk:density=0.01,values=int8"
+INT8, ONE_BIT = (f"topk:density=0.01,values={values}" for values in ("int8", "sign"))
 METHODS = {
     ALONE: Method(("--optimizer", "stock")),
     FP16: _stock("fp16"),
@@ -147,7 +147,7 @@ METHODS = {
     "none": _own("none", settle=3, heavy=True),
     "fp16": _own("fp16", settle=3, heavy=True),
     TOPK: _own(INT8, warmup=WARMUP),
-    "topk-sign": _own("topk:density=0.01,values=sign", warmup=WARMUP, models=("lstm",)),
+    SIGNS: _own(ONE_BIT, "--override", f"*bias*={ONE_BIT}", warmup=WARMUP, models=("lstm",)),
     "powersgd": _own("powersgd:rank=4", warmup=0.02),
     "qsgd": _own("qsgd:bits=4"),
     "lgreco": _own(INT8, planner="lgreco:period=50"),

@@ -18,6 +18,7 @@ import report
 Cells = Mapping[str, Any]
 
 ALONE, DENSE, FP16, TOPK = "alone", "stock-fp32", "stock-fp16", "topk"
+SIGNS = "topk-sign"  # one bit a value, biases, too: all that a step sends is one allgather
 SAME = (FP16, "none", "fp16")
 """Dense gradients too, which learn as those of :data:`DENSE`: fp16 rounds far below their noise."""
 RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
