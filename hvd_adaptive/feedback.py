@@ -26,6 +26,7 @@ from torch import Tensor
 from hvd_adaptive import keys, specs
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.kernels.reference import CANCELLED
 from hvd_adaptive.layers import Layer
 
 Kept: TypeAlias = dict[str, dict[str, Tensor]]
@@ -159,7 +160,10 @@ class Memory(ABC):
     def commit(
         self, bucket: Bucket, x: Tensor, grads: Sequence[Tensor], good: Sequence[bool], step: int
     ) -> None:
-        """Keep the remainder in ``x``; layers that are not ``good`` are as :meth:`begin` gave them."""
+        """Keep the remainder in ``x``.
+
+        Layers that are not ``good`` are as :meth:`begin` gave them, but for rounding.
+        """
         del bucket, x, grads, good, step
 
     def finish(self, bucket: Bucket, outs: Sequence[Tensor], good: Sequence[bool]) -> None:
@@ -309,7 +313,7 @@ class _Residuals(Memory):
         kept = self.views(RESIDUAL, bucket)[position]
         total = kept.float() + own
         back = total - grad
-        back[back.abs() <= 2.0**-22 * grad.abs()] = 0.0
+        back[back.abs() <= CANCELLED * grad.abs()] = 0.0
         kept.copy_(back)
 
 

@@ -61,6 +61,7 @@ from hvd_adaptive.kernels.intrinsics import (
 )
 from hvd_adaptive.kernels.reference import (
     BINS,
+    CANCELLED,
     LARGE,
     SAMPLE,
     SMALL,
@@ -170,7 +171,7 @@ def _take_back(x, g, n):
     b = carray(float32_pointer(g), n)
     for i in range(n):
         rest = a[i] - b[i]
-        a[i] = rest if abs(rest) > np.float32(2.0**-22) * abs(b[i]) else np.float32(0)
+        a[i] = rest if abs(rest) > np.float32(CANCELLED) * abs(b[i]) else np.float32(0)
 
 
 # --- the floor of top-k --------------------------------------------------------------------------
@@ -372,6 +373,7 @@ def _collect(x, g, n, floor, limit, summing, work):
         size = min(BLOCK, n - block)
         for start in range(block, block + size, LANES):
             here, there = x + 4 * start, g + 4 * start if g != 0 else int64(0)
+            # The branches below would otherwise leave the memory idle.
             for line in range(0, 4 * LANES, LINE):
                 prefetch(here + 4 * BLOCK + line)
                 prefetch((there if g != 0 else here) + 4 * BLOCK + line)
@@ -1381,9 +1383,9 @@ def _sum(
     marks: npt.NDArray[np.uint8],
 ) -> None:
     """Add some bodies to the outputs, or to zeros if ``fresh``; sets marks."""
-    for body in bodies:
-        sizes = check_outs(body, outs, whole)
-    numels = np.array(sizes, np.int64)
+    numels = np.array(check_outs(bodies[0], outs, whole), np.int64)
+    for body in bodies[1:]:
+        check_body(body, bodies[0])
     spans = numels.sum(keepdims=True) if whole else numels
     begins = np.array([body.data_ptr() for body in bodies], np.int64)
     lengths = np.array([body.numel() for body in bodies], np.int64)

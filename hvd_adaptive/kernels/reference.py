@@ -47,6 +47,9 @@ STRIDES = (13, 61)
 """One group of so many is in the sample, below and from :data:`LARGE` on; odd, because weights have
 periods of powers of two."""
 
+CANCELLED = 2.0**-22
+"""Up to this share of a gradient that was added and taken away again, what is left is rounding."""
+
 
 # --- the rules -----------------------------------------------------------------------------------
 
