@@ -195,13 +195,15 @@ def command_status(name: str, words: Sequence[str]) -> Action:
             for qdisc in json.loads(iproute("tc", "-n", lab.switch, "-j", "qdisc", "show"))
             if qdisc["kind"] == "tbf"
         }
-        print(f"{'host':<6}{'address':<14}{'rate':>10}{'now':>12}{'processes':>11}  namespace")
+        widest = max(map(len, lab.namespaces))
+        head = f"{'host':<6}{'address':<14}{'rate':>10}{'now':>12}{'processes':>11}"
+        print(f"{head}  {'namespace':<{widest}}  cores")
         for host, rate in lab.rates.items():
             busy = len(processes_in([lab.namespace(host)]))
             print(
                 f"{host:<6}{address(host):<14}{show_rate(rate):>10}{show_rate(now[host]):>12}", end=""
             )
-            print(f"{busy:>11}  {lab.namespace(host)}")
+            print(f"{busy:>11}  {lab.namespace(host):<{widest}}  {lab.cores.get(host, 'all')}")
         return 0
 
     return act

@@ -9,14 +9,15 @@
 #     mpirun ARGUMENTS...    Open MPI's mpirun on h1, with a slot on each host; its exit status is the job's
 #     trace TRACE            replay a bandwidth trace until it ends or is stopped, then restore the rates; see below
 #     probe [--json]         measure the rate of each link with TCP and compare it with what it is shaped to
-#     status                 show the hosts, their rates and how many processes they run
+#     status                 show the hosts, their rates, how many processes they run, and on which cores
 #     down                   end what runs on the hosts and remove all of it, also what a killed up left behind
 #     run N RATE[,RATE...] [--trace TRACE] -- ARGUMENTS...
 #                            up, probe, mpirun ARGUMENTS, and whatever happens down; each run is a lab of its own
 #
 # RATE is tc's: 12.5mbit, 1gbit; at least 1mbit. A link has the same rate in both directions, and TCP gets 95 % of it: the
 # rest are headers. Above about 1gbit, and with many busy hosts below, the machine's cores are the limit: probe tells.
-# Latency is not simulated.
+# Latency is not simulated. Each host keeps to its share of the machine's cores; where these cannot be shared out evenly,
+# any host may use any.
 #
 # TRACE is one of
 #     FILE                   CSV rows "seconds,rate" or "seconds,rate,host", by rising seconds

@@ -19,7 +19,7 @@ import subprocess
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -118,7 +118,8 @@ def require_tools() -> None:
         raise LabError("this needs root, to make network namespaces", "Put sudo -E before the command.")
     # Not everybody's root has them on its PATH.
     os.environ["PATH"] += ":/usr/sbin:/sbin"
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")):
+    tools = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux", "taskset": "util-linux"}
+    for tool, package in tools.items():
         if shutil.which(tool) is None:
             raise LabError(f"{tool} is missing", f"On Debian or Ubuntu: sudo apt-get install {package}")
 
@@ -146,6 +147,7 @@ class Lab:
 
     name: str
     rates: dict[str, int]  # by host
+    cores: dict[str, str] = field(default_factory=dict)  # by host, as taskset has them; else all
     complete: bool = False
 
     @property
@@ -172,8 +174,9 @@ class Lab:
 
     def enter(self, host: str, command: Sequence[str]) -> list[str]:
         """The command that runs this one on a host, in the same process."""
+        bound = ["taskset", "--cpu-list", self.cores[host]] if host in self.cores else []
         named = ["unshare", "--uts", "sh", "-c", NAME_AND_RUN, host]
-        return ["ip", "netns", "exec", self.namespace(host), *named, *command]
+        return [*bound, "ip", "netns", "exec", self.namespace(host), *named, *command]
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +246,9 @@ def up(name: str, rates: Sequence[int]) -> Lab:
     Raises:
         LabError: it is there already, or the machine cannot do it.
     """
-    lab = Lab(name, {f"h{number}": rate for number, rate in enumerate(rates, start=1)})
+    hosts = [f"h{number}" for number in range(1, len(rates) + 1)]
+    cores = share_out(sorted(os.sched_getaffinity(0)), hosts)
+    lab = Lab(name, dict(zip(hosts, rates, strict=True)), cores)
     with locked():
         old = load(name)
         if old is not None:
@@ -268,6 +273,21 @@ def up(name: str, rates: Sequence[int]) -> Lab:
                 remove(lab)
             raise
     return lab
+
+
+def share_out(cores: Sequence[int], hosts: Sequence[str]) -> dict[str, str]:
+    """Cores for each host, as many for one as for another; none where that cannot be.
+
+    Without cores of their own, three of four hosts may have to share one of two for a while, and all
+    wait for them.
+    """
+    if len(hosts) > len(cores) and len(hosts) % len(cores):
+        return {}
+    size = max(1, len(cores) // len(hosts))
+    return {
+        host: ",".join(str(cores[(first + each) % len(cores)]) for each in range(size))
+        for host, first in zip(hosts, range(0, size * len(hosts), size), strict=True)
+    }
 
 
 def make(lab: Lab) -> None:
@@ -300,10 +320,9 @@ def write_files(lab: Lab) -> None:
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
     (lab.folder / "hostfile").write_text("".join(f"{host} slots=1\n" for host in lab.rates))
     # Open MPI's remote shell: it gets a host and the words of a shell's command line.
+    shells = (f'{host}) exec {shlex.join(lab.enter(host, ["sh", "-c"]))} "$*" ;;' for host in lab.rates)
     (lab.folder / "agent").write_text(
-        "host=$1\nshift\n"
-        f'exec ip netns exec "{lab.namespace("$host")}" unshare --uts'
-        f""" sh -c {shlex.quote(NAME_AND_RUN)} "$host" sh -c "$*"\n"""
+        "\n".join(["host=$1", "shift", "case $host in", *shells, "esac", ""])
     )
 
 

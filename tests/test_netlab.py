@@ -29,6 +29,7 @@ from netlab_base import (
     end_processes,
     parse_rate,
     require_tools,
+    share_out,
     show_rate,
 )
 from netlab_trace import Change, parse_trace
@@ -66,6 +67,12 @@ with socket.create_connection((sys.argv[1], 5001), 10) as connection:
     except OSError:
         pass
 """
+
+CORES = """
+import os, socket
+print(socket.gethostname(), ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+"""
+MACHINE = sorted(os.sched_getaffinity(0))
 
 RANK = """
 import os, socket, sys, time
@@ -327,6 +334,24 @@ class TestRates:
         ]
 
 
+class TestCores:
+    @pytest.mark.parametrize(
+        ("cores", "expected"),
+        [
+            ([4], ["4", "4", "4", "4"]),
+            ([0, 1], ["0", "1", "0", "1"]),
+            ([2, 3, 6, 7], ["2", "3", "6", "7"]),
+            ([0, 1, 2, 4, 5, 6, 7, 8, 9], ["0,1", "2,4", "5,6", "7,8"]),
+        ],
+    )
+    def test_every_host_gets_as_many(self, cores: list[int], expected: list[str]) -> None:
+        hosts = ["h1", "h2", "h3", "h4"]
+        assert share_out(cores, hosts) == dict(zip(hosts, expected, strict=True))
+
+    def test_any_host_may_use_any_where_that_cannot_be(self) -> None:
+        assert share_out([0, 1], ["h1", "h2", "h3"]) == {}
+
+
 class TestTraceFiles:
     def first(self, number: int, *words: str) -> list[Change]:
         return list(islice(parse_trace(words).changes(), number))
@@ -444,6 +469,20 @@ class TestLinks:
         lab.start("exec", "h2", "sleep", "30")
         wait_for(lambda: re.search(r"h2 .* 1  hva-", lab.must("status")) is not None)
         assert re.search(r"h3 +10\.83\.0\.3 +200mbit +200mbit +0 ", lab.must("status"))
+
+    @needs_mpi
+    @pytest.mark.skipif(len(MACHINE) < 2, reason="one core is all that any host can have")
+    def test_what_runs_on_a_host_keeps_to_its_cores(self, own: Lab) -> None:
+        half = len(MACHINE) // 2
+        h1 = f"h1 {','.join(map(str, MACHINE[:half]))}"
+        h2 = f"h2 {','.join(map(str, MACHINE[half : 2 * half]))}"
+        own.must("up", "2", "200mbit")
+        assert set(own.must("mpirun", sys.executable, "-c", CORES).splitlines()) == {h1, h2}
+        # Also where the command itself was kept to others.
+        own.command[:0] = ["taskset", "--cpu-list", str(MACHINE[-1])]
+        assert own.must("exec", "h1", sys.executable, "-c", CORES).strip() == h1
+        status = [line.split() for line in own.must("status").splitlines()[-2:]]
+        assert {f"{words[0]} {words[-1]}" for words in status} == {h1, h2}
 
     def test_a_command_on_a_host_sees_its_name_and_its_status_is_passed_on(self, lab: Lab) -> None:
         assert lab.must("exec", "h2", "hostname") == "h2\n"
