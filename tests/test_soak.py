@@ -55,13 +55,19 @@ def test_a_process_that_lives_on_and_a_file_are_found_left_behind(tmp_path: Path
     (tmp_path / "tmp").mkdir()
     before = soak.belongings()
     token = "soak-test-5b1d"
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, "HVA_SOAK": token})
+    child = subprocess.Popen(
+        ["sh", "-c", "echo; exec sleep 60"],
+        env={**os.environ, "HVA_SOAK": token},
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()  # its environment cannot be read before it has begun
     try:
         (tmp_path / "tmp" / "forgotten").touch()
         left = soak.left_behind(before, token, tmp_path, shared=True)
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
     assert left == {"processes": [str(child.pid)], "its files": ["forgotten"]}
     (tmp_path / "tmp" / "forgotten").unlink()
     assert soak.left_behind(before, token, tmp_path, shared=True) == {}
