@@ -9,6 +9,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -733,11 +734,11 @@ def test_a_sum_is_that_of_one_body_after_the_other_bit_for_bit(
     shapes = [numbers(*kind).size for kind in kinds]
     bodies = []
     for rank in range(ranks):
-        parts = [numbers("normal", size, rank) for size in shapes]
+        parts = [numbers(kind, size, rank) for (kind, _, _), size in zip(kinds, shapes, strict=True)]
         if nonfinite and rank == ranks // 2 and shapes[-1]:
             parts[-1][0] = np.inf
         x, spans = torch.from_numpy(np.concatenate(parts)), [sum(shapes)] if whole else shapes
-        counts = np.array([-(-size // 50) for size in spans])
+        counts = np.array([-(-size // (3 + 20 * (rank % 3))) for size in spans])
         bodies.append(cpu.sparse_compress_(x, offsets_of(parts), counts, values, whole=whole)[0])
     expected, marks = [torch.zeros(size) for size in shapes], np.zeros(len(shapes), np.uint8)
     for body in bodies:
@@ -1141,6 +1142,42 @@ def test_cpu_and_reference_find_the_same_damage() -> None:
     for i in range(1500):
         body = torch.from_numpy(damage(bodies[i % len(bodies)], rng))
         assert outcome(cpu, body) == outcome(reference, body)
+
+
+def add_each(bodies: list[Tensor], outs: list[Tensor], scale: float) -> None:
+    for body in bodies:
+        cpu.sparse_decompress_add_(body, outs, scale)
+
+
+def finding(act: Callable[..., object], *arguments: object) -> str:
+    """What was found damaged, if anything."""
+    try:
+        act(*arguments)
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+def test_two_bodies_at_once_are_checked_as_one_by_one_and_never_read_past_their_ends() -> None:
+    rng = np.random.default_rng(17)
+    bodies, found = bodies_to_damage(SIZES_TO_DAMAGE), 0
+    trap, other, guarded = Trap(pages=8), Trap(pages=8), Guarded(SIZES_TO_DAMAGE)
+    for i in range(20_000):
+        pair = [
+            trap.hold(damage(bodies[i % len(bodies)], rng)),
+            other.hold(bodies[i * 7 % len(bodies)]),
+        ]
+        pair = pair[:: 1 if i % 2 else -1]
+        expected = [torch.zeros(size) for size in SIZES_TO_DAMAGE]
+        message = finding(add_each, pair, expected, 1.0)
+        assert finding(cpu.sparse_decompress_sum_, pair, guarded.outs, 1.0) == message
+        if message:
+            found += 1
+            continue
+        for out, wanted in zip(guarded.outs, expected, strict=True):
+            assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+    assert guarded.intact()
+    assert found > 10_000
 
 
 # --- the spectrum --------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ BLOCK = 2048
 """Elements handled at once: 8 KiB stay in the first-level cache."""
 SPARE = 4096
 """Candidates that a layer may have beyond 3 k before they are trimmed."""
+TILE = 8192
+"""Elements that are summed at once: 32 KiB."""
 AHEAD = 24
 """So many values ahead of time, a value's place in the output is fetched; so many groups, a group's."""
 LINE = 64
@@ -300,18 +302,17 @@ def _trim(indices, values, count, k, hist, fine):
 
     Returns the bits of the k-th largest, found 15, 8 and 8 bits at a time.
     """
-    top = int64(0)
+    lowest, top = int64(INF), int64(0)
     for i in range(count):
         magnitude = int64(float_bits(values[i])) & MAGNITUDE
         hist[magnitude >> 16] += int32(1)
-        top = max(top, magnitude)
+        lowest, top = min(lowest, magnitude), max(top, magnitude)
     prefix = top >> 16
     wanted = int64(k)
     while wanted > hist[prefix]:
         wanted -= hist[prefix]
         prefix -= 1
-    for i in range(count):
-        hist[(int64(float_bits(values[i])) & MAGNITUDE) >> 16] = 0
+    hist[lowest >> 16 : (top >> 16) + 1] = 0
     for shift in (8, 0):
         fine[:] = 0
         for i in range(count):
@@ -336,7 +337,7 @@ def _trim(indices, values, count, k, hist, fine):
 
 @_inlined
 def _add_group(x, g, left, floor):
-    """x += g for the next 32 elements (of ``left`` that are there), if all sums are finite.
+    """x += g for the next 64 elements (of ``left`` that are there), if all sums are finite.
 
     Returns (which of them reach the floor, as bits; their energy: finite if they are). Where g is 0,
     nothing is added.
@@ -823,7 +824,7 @@ class _Work(threading.local):
     def __init__(self) -> None:
         self.hist = np.zeros(BINS, np.int32)
         self.fine = np.empty(256, np.int32)
-        self.block = np.empty(BLOCK, np.float32)
+        self.block = np.empty(TILE, np.float32)
         self.grow(1 << 12)
         self.grow_decoded(1 << 12)
 
@@ -1004,6 +1005,68 @@ def _get_rice(position, end, n, indices, count):
     return _check_rice_end(position, end, bit)
 
 
+@_inlined
+def _quick_index(position, n, bit, index, r):
+    """Decode an index whose code lies in 57 bits: (whether it does, and all is well, bit, index).
+
+    At least 8 bytes of the stream are there from ``bit`` on.
+    """
+    word = load_u64(position + (bit >> 3)) >> uint64(bit & 7)
+    zeros = int64(trailing_zeros(word))
+    length = zeros + 1 + r
+    low = int64(word >> uint64((zeros + 1) & 63)) & ((int64(1) << r) - 1)
+    index += 1 + ((zeros << r) | low)
+    return (length <= 57) & (index < n), bit + length, index
+
+
+@_kernel
+def _get_rice_pair(positions, ends, n, indices, counts):
+    """Decode counts[j] indices below n from the stream in [positions[j], ends[j]), j being 0 and 1.
+
+    Returns whether both streams are sound. They are decoded in lock step: to decode an index, the
+    processor has to wait for the one before, but not for the other stream's.
+    """
+    one, other = indices
+    here, there = positions
+    bit, index, r = int64(0), int64(-1), int64(0)
+    bit2, index2, r2 = int64(0), int64(-1), int64(0)
+    last, last2 = 8 * (ends[0] - here - 8), 8 * (ends[1] - there - 8)
+    none, left = uint64(0), int64(0)
+    both, i = min(counts[0], counts[1]), int64(0)
+    while i < both:
+        # What is not quick: the start of a block, a long gap, the last bytes.
+        bad, bit, index, r, _, _ = _next_index(here, ends[0], n, i, bit, index, r, none, left)
+        bad2, bit2, index2, r2, _, _ = _next_index(there, ends[1], n, i, bit2, index2, r2, none, left)
+        if bad or bad2:
+            return False
+        one[i], other[i] = int32(index), int32(index2)
+        i += 1
+        block = min(both, (i + RICE_BLOCK - 1) // RICE_BLOCK * RICE_BLOCK)
+        while i < block and bit <= last and bit2 <= last2:
+            fine, next_bit, next_index = _quick_index(here, n, bit, index, r)
+            fine2, next_bit2, next_index2 = _quick_index(there, n, bit2, index2, r2)
+            if not fine & fine2:
+                break
+            bit, index, bit2, index2 = next_bit, next_index, next_bit2, next_index2
+            one[i], other[i] = int32(index), int32(index2)
+            i += 1
+    return _get_rice_rest(here, ends[0], n, one, both, counts[0], bit, index, r) and _get_rice_rest(
+        there, ends[1], n, other, both, counts[1], bit2, index2, r2
+    )
+
+
+@_kernel
+def _get_rice_rest(position, end, n, indices, start, count, bit, index, r):
+    """Decode the indices from number ``start`` on; returns whether the stream is sound to its end."""
+    word, left = uint64(0), int64(0)
+    for i in range(start, count):
+        bad, bit, index, r, word, left = _next_index(position, end, n, i, bit, index, r, word, left)
+        if bad:
+            return False
+        indices[i] = int32(index)
+    return _check_rice_end(position, end, bit)[0] == 0
+
+
 @_kernel
 def _get_values(position, values, count, value_format):
     """Decode count values; the caller has checked that their bytes are there."""
@@ -1100,6 +1163,28 @@ def _decode_layer(position, end, n, expected, indices, values):
     if damage == 0:
         damage, position = _read_values(position, values, count, value_format)
     return damage, position, count
+
+
+@_kernel
+def _decode_pair(starts, ends, n, expected, indices, values, counts):
+    """Decode a layer of two bodies at once, and move their starts on; returns whether both are sound.
+
+    Where one is not, or holds nothing, all is as it was: each is to be decoded by itself.
+    """
+    firsts, middles, hows = np.empty(2, np.int64), np.empty(2, np.int64), np.empty(2, np.int64)
+    for j in range(2):
+        damage, firsts[j], counts[j], hows[j], size = _read_head(starts[j], ends[j], n, expected)
+        middles[j] = firsts[j] + size
+        if damage or counts[j] <= 0:
+            return False
+    if not _get_rice_pair(firsts, middles, n, indices, counts):
+        return False
+    for j in range(2):
+        damage, firsts[j] = _read_values(middles[j], values[j], counts[j], hows[j])
+        if damage:
+            return False
+    starts[:] = firsts
+    return True
 
 
 @_kernel
@@ -1287,37 +1372,64 @@ def sparse_clear_(
 
 
 @_kernel
-def _put_block(out, block, size, streamed):
-    """Write the first elements of a block to an address."""
-    source, done = int64(block.ctypes.data), int64(0)
-    if streamed:
-        done = size & ~7
-        for i in range(0, done, 8):
-            stream(source + 4 * i, out + 4 * i)
-    target = carray(float32_pointer(out), size)
-    for i in range(done, size):
-        target[i] = block[i]
+def _clear(out, n):
+    """Write n zeros."""
+    target = carray(float32_pointer(out), n)
+    for i in range(n):
+        target[i] = np.float32(0)
+
+
+@_kernel
+def _add_until(end, out, indices, values, i, count, scale):
+    """Add the values from number i on whose indices are below ``end``; returns the next number.
+
+    Addresses all: what Numba does to slice an array costs as much as adding ten values.
+    """
+    while i < count:
+        index = int64(load_u32(indices + 4 * i))
+        if index >= end:
+            break
+        store_f32(out + 4 * index, load_f32(out + 4 * index) + scale * load_f32(values + 4 * i))
+        i += 1
+    return i
+
+
+@_kernel
+def _add_all_until(end, out, decoded, counts, places, scale):
+    """The same for all bodies; ``places``: the next value of each, moved on."""
+    indices, values = decoded
+    where, what, row = int64(indices.ctypes.data), int64(values.ctypes.data), 4 * indices.shape[1]
+    for body in range(len(counts)):
+        skip = body * row
+        places[body] = _add_until(
+            end, out, where + skip, what + skip, places[body], counts[body], scale
+        )
 
 
 @_kernel
 def _sum_output(out, n, first, fresh, scale, decoded, counts, places, block):
-    """Sum what the bodies hold in [first, first + n); ``places``: the next value of each, moved on."""
-    indices, values = decoded
-    streamed = 4 * n >= STREAMED and out % 32 == 0
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
+    """Sum what the bodies hold in [first, first + n).
+
+    A small output is summed in its place; a large one that held nothing before in a block in the
+    cache, from which it is written past the cache.
+    """
+    end = first + n
+    if not fresh or 4 * n < STREAMED or out % 32 != 0:
         if fresh:
-            block[:size] = np.float32(0)
-        else:
-            block[:size] = carray(float32_pointer(out + 4 * start), size)
+            _clear(out, n)
+        _add_all_until(end, out - 4 * first, decoded, counts, places, scale)
+        return
+    here = int64(block.ctypes.data)
+    for start in range(0, n, TILE):
+        size = min(TILE, n - start)
+        _clear(here, size)
         begin = first + start
-        for body in range(len(counts)):
-            where, what, i = indices[body], values[body], places[body]
-            while i < counts[body] and int64(where[i]) < begin + size:
-                block[int64(where[i]) - begin] += scale * what[i]
-                i += 1
-            places[body] = i
-        _put_block(out + 4 * start, block, size, streamed)
+        _add_all_until(begin + size, here - 4 * begin, decoded, counts, places, scale)
+        whole = size & ~7
+        for i in range(0, whole, 8):
+            stream(here + 4 * i, out + 4 * (start + i))
+        for i in range(whole, size):
+            store_f32(out + 4 * (start + i), load_f32(here + 4 * i))
 
 
 @_kernel
@@ -1330,14 +1442,22 @@ def _sum_layers(
     for layer in range(coded):
         first, last = (0, len(outs)) if whole else (layer, layer + 1)
         n, nonfinite = int64(numels[first:last].sum()), False
-        for body in range(len(starts)):
-            damage, position, count = _decode_layer(
+        places[:], body = 0, 0
+        while body < len(starts):
+            pair = slice(body, body + 2)
+            if body + 1 < len(starts) and _decode_pair(
+                starts[pair], ends[pair], n, expected, indices[pair], values[pair], counts[pair]
+            ):
+                body += 2
+                continue
+            damage, starts[body], count = _decode_layer(
                 starts[body], ends[body], n, expected, indices[body], values[body]
             )
             if damage:
-                return damage, body, layer, position
+                return damage, body, layer, starts[body]
             nonfinite |= count < 0
-            starts[body], counts[body], places[body] = position, max(count, 0), 0
+            counts[body] = max(count, 0)
+            body += 1
         before = int64(0)
         for out in range(first, last):
             if nonfinite:
@@ -1540,7 +1660,7 @@ def sample_spectrum(x: Tensor) -> npt.NDArray[np.int64]:
 
 
 _FEW_BINS = 6
-"""Bins up to which it pays to compare 32 elements at once with each of them."""
+"""Bins up to which it pays to compare 64 elements at once with each of them."""
 
 
 @_kernel

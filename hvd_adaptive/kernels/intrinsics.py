@@ -34,7 +34,7 @@ def compiled(*freedoms: str, inline: bool = False) -> Any:
 _I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 _EIGHT_F32 = ir.VectorType(ir.FloatType(), 8)
 _EIGHT_F64 = ir.VectorType(ir.DoubleType(), 8)
-LANES = 32
+LANES = 64
 
 
 def _pointer(element: Any) -> Any:
@@ -133,7 +133,7 @@ def _spread(builder: Any, scalar: Any, lanes: Any) -> Any:
 
 
 def _in_bin(typingctx, address, number):
-    """A uint64 whose bit ``i`` says whether float32 ``i`` of the 32 at an address is in a bin."""
+    """A uint64 whose bit ``i`` says whether float32 ``i`` of the 64 at an address is in a bin."""
     del typingctx, address, number
 
     def codegen(context, builder, signature, args):
@@ -142,7 +142,7 @@ def _in_bin(typingctx, address, number):
         words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
         upper = builder.and_(words, ir.Constant(lanes, [0x7FFF0000] * LANES))
         hits = builder.icmp_signed("==", upper, _spread(builder, args[1], lanes))
-        return builder.zext(builder.bitcast(hits, _I32), _I64)
+        return builder.bitcast(hits, _I64)
 
     return types.uint64(types.int64, types.int32), codegen
 
@@ -154,7 +154,7 @@ def _lanes(builder: Any, vector: Any, start: int, stop: int) -> Any:
 
 
 def _energy(builder: Any, values: Any) -> Any:
-    """The sum of the squares of a vector of 32 float32, as a double."""
+    """The sum of the squares of a vector of 64 float32, as a double."""
     squares = None
     for start in range(0, LANES, 8):
         eight = builder.fpext(_lanes(builder, values, start, start + 8), _EIGHT_F64)
@@ -167,7 +167,7 @@ def _energy(builder: Any, values: Any) -> Any:
 
 
 def _survey(add: bool) -> Any:
-    """An intrinsic that looks at the 32 float32 at an address; as ``add``, after adding 32 others.
+    """An intrinsic that looks at the 64 float32 at an address; as ``add``, after adding 64 others.
 
     It returns which magnitudes have bits of at least a number, as a uint64, and the energy. Sums are
     stored if all of them are finite: if the energy is, for the square of a float32 fits in a double.
@@ -191,7 +191,7 @@ def _survey(add: bool) -> Any:
             bits = builder.bitcast(values, words)
             magnitudes = builder.and_(bits, ir.Constant(words, [0x7FFFFFFF] * LANES))
             hits = builder.icmp_signed(">=", magnitudes, _spread(builder, args[2], words))
-            found = builder.zext(builder.bitcast(hits, _I32), _I64)
+            found = builder.bitcast(hits, _I64)
             return context.make_tuple(builder, signature.return_type, [found, energy])
 
         returned = types.Tuple((types.uint64, types.float64))
@@ -285,11 +285,11 @@ def _prefetch(typingctx, address):
 # Annotated because what Numba's decorator returns is called with one argument less than it declares.
 trailing_zeros: Any = intrinsic(_trailing_zeros)
 survey: Any = intrinsic(_survey(add=False))
-"""Which of 32 float32 have magnitudes whose bits are at least a number, and their energy."""
+"""Which of 64 float32 have magnitudes whose bits are at least a number, and their energy."""
 add_and_survey: Any = intrinsic(_survey(add=True))
-"""The same of 32 float32 to which others are added first."""
+"""The same of 64 float32 to which others are added first."""
 in_bin: Any = intrinsic(_in_bin)
-"""Which of 32 float32 have magnitudes whose upper 16 bits are those of a number."""
+"""Which of 64 float32 have magnitudes whose upper 16 bits are those of a number."""
 prefetch: Any = intrinsic(_prefetch)
 stream: Any = intrinsic(_stream)
 fence: Any = intrinsic(_fence)
