@@ -9,9 +9,13 @@ Everything is little endian. A **sparse layer** is::
       bytes   values in index order
 
 * Gap ``i`` is ``index[i] - index[i - 1] - 1``, the first counted from -1. Every block of 256 gaps
-  starts with the 5-bit Rice parameter ``r``; a gap is ``gap >> r`` zero bits, a one bit, and the low
-  ``r`` bits. The encoder takes the cheapest ``r`` of three around ``log2(mean gap)``. (Rice, "Some
-  Practical Universal Noiseless Coding Techniques", JPL 79-22, 1979.)
+  starts with a 5-bit parameter ``r`` and a bit that names one of two codes. 0: ``gap >> r`` zero bits,
+  a one bit, and the low ``r`` bits (Rice, "Some Practical Universal Noiseless Coding Techniques",
+  JPL 79-22, 1979); for scattered indices. 1: with ``w`` the whole part of ``log2(gap + 2^r)``,
+  ``w - r`` zero bits, a one bit, and the low ``w`` bits of ``gap + 2^r`` (Teuhola, "A compression
+  method for clustered bit-vectors", Information Processing Letters 7(6), 1978); for indices that crowd
+  in some rows of a matrix. The encoder takes the cheapest of Rice's code with three ``r`` around
+  ``log2(mean gap)`` and Teuhola's with the mean of ``log2(gap + 1)``.
 * fp32 and bf16 values are the float's high bytes, fp16 is IEEE half; int8 is, for every block of 256
   values, one float32 scale and then a signed byte a value; sign is two float32, the mean magnitude of
   the positive values and that of the negative ones, and then one bit a value, from the least
@@ -34,12 +38,15 @@ import torch
 from torch import Tensor
 
 MAGIC = 0x4148  # "HA"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<HBBIII")
 HEADER_BYTES = HEADER.size
 
 RICE_BLOCK = 256
-RICE_BITS = 5
+RICE_BITS = 6
+"""Before each block: five of the parameter, and one that names the code."""
+RICE_PARAMETER, TEUHOLA = 31, 32
+"""Of these bits those of the parameter, and the one of Teuhola's code."""
 VALUE_BLOCK = 256
 MAX_SCALE = float(torch.finfo(torch.float32).max) / 127 * (1 - 2.0**-23)
 """Largest int8 scale: one float32 below the quotient, so that 127 times it cannot overflow."""
@@ -180,7 +187,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
 
     Example:
         >>> max_sparse_bytes(1_000_000, 10_000, ValueFormat.int8) * 8 / 10_000  # bits a value
-        16.6992
+        16.7032
     """
     count = min(count, numel)
     if count <= 0:

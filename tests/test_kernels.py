@@ -891,41 +891,44 @@ DAMAGED = {
     "the bytes end before": [
         b"",
         b"\x80",
-        layer_bytes(1, FP32, stream_of("00000 1"), ONE[:3]),
-        layer_bytes(1, FP32, stream_of("00000"), ONE),
-        layer_bytes(3, FP32, stream_of("00000 1 1 0"), ONE * 3),
+        layer_bytes(1, FP32, stream_of("000000 1"), ONE[:3]),
+        layer_bytes(1, FP32, stream_of("000000"), ONE),
+        layer_bytes(3, FP32, stream_of("000000 1 1"), ONE * 3),
         layer_bytes(1, FP32, b"", ONE),
         write_varint(16) + write_varint(2**62) + b"1234567890",
     ],
     "a varint is longer": [b"\x88\x00", b"\x80" * 9 + b"\x01", b"\xff" * 12, b"\x10\x81\x00"],
     "more values than": [
         layer_bytes(11, FP32, bytes(4), ONE * 11),
-        write_varint(1 << 4 | 1) + b"\x01\x20" + ONE,
-        write_varint(2**59) + b"\x01\x20",
+        write_varint(1 << 4 | 1) + b"\x01\x40" + ONE,
+        write_varint(2**59) + b"\x01\x40",
     ],
     "not in the expected format": [
-        layer_bytes(1, ValueFormat.fp16, stream_of("00000 1"), b"\x00\x3c"),
+        layer_bytes(1, ValueFormat.fp16, stream_of("000000 1"), b"\x00\x3c"),
         write_varint(ValueFormat.int8 << 1),
-        write_varint(1 << 4 | 5 << 1) + b"\x01\x20" + ONE,
+        write_varint(1 << 4 | 5 << 1) + b"\x01\x40" + ONE,
         write_varint(7 << 1),
     ],
-    "a Rice parameter": [layer_bytes(1, FP32, stream_of("10100 1 00000"), ONE)],
+    "a Rice parameter": [layer_bytes(1, FP32, stream_of("101000 1 00000"), ONE)],
     "a gap is longer": [
-        layer_bytes(1, FP32, stream_of("00000") + bytes(40), ONE),
-        layer_bytes(2, FP32, stream_of("00000 1") + bytes(30), ONE * 2),
+        layer_bytes(1, FP32, stream_of("000000") + bytes(40), ONE),
+        layer_bytes(2, FP32, stream_of("000000 1") + bytes(30), ONE * 2),
+        layer_bytes(1, FP32, stream_of("000001 00001 0000"), ONE),
+        layer_bytes(1, FP32, stream_of("000001") + bytes(40), ONE),
     ],
     "an index is past the end": [
-        layer_bytes(1, FP32, stream_of("00000 00000 00000 1"), ONE),
-        layer_bytes(2, FP32, stream_of("00000 00000 00001 1"), ONE * 2),
-        layer_bytes(1, FP32, stream_of("11000 01 111"), ONE),
+        layer_bytes(1, FP32, stream_of("000000 00000 00000 1"), ONE),
+        layer_bytes(2, FP32, stream_of("000000 00000 00001 1"), ONE * 2),
+        layer_bytes(1, FP32, stream_of("110000 01 111"), ONE),
+        layer_bytes(1, FP32, stream_of("000001 0001 110"), ONE),
     ],
-    "the index stream is not as long": [layer_bytes(1, FP32, stream_of("00000 1") + b"\x00", ONE)],
-    "the padding": [layer_bytes(1, FP32, stream_of("00000 1 01"), ONE)],
+    "the index stream is not as long": [layer_bytes(1, FP32, stream_of("000000 1") + b"\x00", ONE)],
+    "the padding": [layer_bytes(1, FP32, stream_of("000000 1 1"), ONE)],
     "a value or a scale": [
-        layer_bytes(1, FP32, stream_of("00000 1"), np.float32(np.nan).tobytes()),
-        layer_bytes(1, FP32, stream_of("00000 1"), np.float32(-np.inf).tobytes()),
+        layer_bytes(1, FP32, stream_of("000000 1"), np.float32(np.nan).tobytes()),
+        layer_bytes(1, FP32, stream_of("000000 1"), np.float32(-np.inf).tobytes()),
     ],
-    "bytes are left over": [b"\x00\x00", layer_bytes(1, FP32, stream_of("00000 1"), ONE + b"1")],
+    "bytes are left over": [b"\x00\x00", layer_bytes(1, FP32, stream_of("000000 1"), ONE + b"1")],
 }
 
 
@@ -944,15 +947,60 @@ def test_damage_is_named_and_nothing_is_written(kernels: ModuleType, message: st
 @pytest.mark.parametrize("how", [ValueFormat.fp16, ValueFormat.bf16, ValueFormat.int8])
 def test_values_that_no_encoder_sends_are_damage(kernels: ModuleType, how: ValueFormat) -> None:
     data = {"fp16": b"\x00\x7c", "bf16": b"\xc0\x7f", "int8": b"\x00\x00\xc0\x7f\x01"}[how.name]
-    body = layer_bytes(1, how, stream_of("00000 1"), data)
+    body = layer_bytes(1, how, stream_of("000000 1"), data)
     with pytest.raises(WireError, match="a value or a scale is NaN or Inf"):
         kernels.sparse_decompress_add_(tensor_of(body), [torch.zeros(4)], 1.0)
+
+
+def written(gaps: list[int]) -> str:
+    """A block of gaps as wire.py describes it, bit by bit."""
+    mean, logs = sum(gaps) // len(gaps), sum((gap + 1).bit_length() - 1 for gap in gaps)
+    middle, texts = max(1, mean.bit_length() - 1), []
+    for r in (middle - 1, middle, middle + 1):
+        texts.append(f"{r:05b}"[::-1] + "0")
+        for gap in gaps:
+            low = f"{gap % 2**r:0{r}b}"[::-1] if r else ""
+            texts[-1] += "0" * (gap >> r) + "1" + low
+    r = logs // len(gaps)
+    texts.append(f"{r:05b}"[::-1] + "1")
+    for gap in gaps:
+        digits = f"{gap + 2**r:b}"  # begins with the one
+        texts[-1] += "0" * (len(digits) - 1 - r) + "1" + digits[:0:-1]
+    return min(texts, key=len)
+
+
+@MODULES
+@settings(max_examples=60)
+@given(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90), st.integers(0, 4000)), min_size=1))
+@example([0] * 300)
+@example([1, 0, 0, 2, 0, 0, 1, 0] * 40 + [3000] * 2)
+@example([60000])
+def test_positions_travel_as_they_are_described(kernels: ModuleType, gaps: list[int]) -> None:
+    indices = np.cumsum(np.array(gaps) + 1) - 1
+    x = np.zeros(indices[-1] + 1, np.float32)
+    x[indices] = 1
+    text = "".join(written(gaps[start : start + 256]) for start in range(0, len(gaps), 256))
+    expected = layer_bytes(len(gaps), FP32, stream_of(text), ONE * len(gaps))
+    assert bytes(compress(kernels, x, len(gaps), FP32)[0].tolist()) == expected
+
+
+def test_positions_that_crowd_take_fewer_bits_than_scattered_ones() -> None:
+    rng = np.random.default_rng(18)
+    rows = rng.random((2000, 100)) * np.where(rng.random((2000, 1)) < 0.1, 1, 0.01)
+    x = torch.from_numpy(rows.astype(np.float32))
+    crowded, scattered = (
+        cpu.position_bits(each, np.array([2000]))[0, 1]
+        for each in (x, x.view(-1)[rng.permutation(200_000)])
+    )
+    # Entropy: 5.2 bits, as 2,000 of 20,000 in 200 of 2,000 rows have; one Rice parameter takes 8.4.
+    assert crowded / 2000 < 5.9
+    assert 8.0 < scattered / 2000 < 8.2
 
 
 @MODULES
 def test_formats_that_there_are_not_are_damage_whatever_is_expected(kernels: ModuleType) -> None:
     for code in (5, 6, 7):
-        body = write_varint(1 << 4 | code << 1) + b"\x01\x20" + ONE * 4
+        body = write_varint(1 << 4 | code << 1) + b"\x01\x40" + ONE * 4
         with pytest.raises(WireError, match="in none that there is"):
             kernels.sparse_decompress_add_(tensor_of(body), [torch.zeros(4)], 1.0)
 
@@ -968,15 +1016,15 @@ def test_formats_that_there_are_not_are_damage_whatever_is_expected(kernels: Mod
     ],
 )
 def test_damaged_signs_are_found(kernels: ModuleType, data: bytes, message: str) -> None:
-    body = layer_bytes(2, ValueFormat.sign, stream_of("00000 1 1"), data)
+    body = layer_bytes(2, ValueFormat.sign, stream_of("000000 1 1"), data)
     with pytest.raises(WireError, match=message):
         kernels.sparse_decompress_add_(tensor_of(body), [torch.zeros(4)], 1.0)
 
 
 @MODULES
 def test_layers_before_the_damaged_one_are_added_and_no_others(kernels: ModuleType) -> None:
-    good = layer_bytes(1, FP32, stream_of("00000 001"), ONE)
-    bad = layer_bytes(1, FP32, stream_of("00000 1"), ONE[:2])
+    good = layer_bytes(1, FP32, stream_of("000000 001"), ONE)
+    bad = layer_bytes(1, FP32, stream_of("000000 1"), ONE[:2])
     outs = [torch.zeros(4), torch.zeros(4)]
     with pytest.raises(WireError, match="layer 1 of 4"):
         kernels.sparse_decompress_add_(torch.tensor(list(good + bad), dtype=torch.uint8), outs, 3.0)

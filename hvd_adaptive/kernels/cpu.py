@@ -58,6 +58,7 @@ from hvd_adaptive.kernels.intrinsics import (
     survey,
     trailing_zeros,
     uint32_pointer,
+    whole_log2,
 )
 from hvd_adaptive.kernels.reference import (
     BINS,
@@ -83,6 +84,8 @@ from hvd_adaptive.wire import (
     MAX_VARINT_BYTES,
     RICE_BITS,
     RICE_BLOCK,
+    RICE_PARAMETER,
+    TEUHOLA,
     VALUE_BLOCK,
     Damage,
     ValueFormat,
@@ -556,7 +559,7 @@ def _sparse_bound(numel, count, value_format):
 
 @_kernel
 def _choose_rice(indices, count, parameters):
-    """The Rice parameter of every block of gaps; returns the bits of the whole stream."""
+    """What every block of gaps begins with; returns the bits of the whole stream."""
     bits = 0
     previous = -1
     for start in range(0, count, RICE_BLOCK):
@@ -566,16 +569,25 @@ def _choose_rice(indices, count, parameters):
         # quotient sums for middle - 1, middle and middle + 1
         first = int64(indices[start]) - previous - 1
         low, mid, high = first >> (middle - 1), first >> middle, first >> (middle + 1)
+        logs = whole_log2(uint64(first + 1))
         for i in range(start + 1, start + size):
             gap = int64(indices[i] - indices[i - 1] - int32(1))
             low += gap >> (middle - 1)
             mid += gap >> middle
             high += gap >> (middle + 1)
+            logs += whole_log2(uint64(gap + 1))
         best, cost = middle - 1, low + size * middle
         if mid + size * (middle + 1) < cost:
             best, cost = middle, mid + size * (middle + 1)
         if high + size * (middle + 2) < cost:
             best, cost = middle + 1, high + size * (middle + 2)
+        r = logs // size
+        logs = whole_log2(uint64(first + (int64(1) << r)))
+        for i in range(start + 1, start + size):
+            gap = int64(indices[i] - indices[i - 1] - int32(1))
+            logs += whole_log2(uint64(gap + (int64(1) << r)))
+        if 2 * logs + size * (1 - r) < cost:
+            best, cost = r | TEUHOLA, 2 * logs + size * (1 - r)
         parameters[start // RICE_BLOCK] = best
         bits += RICE_BITS + cost
         previous = int64(indices[start + size - 1])
@@ -588,10 +600,11 @@ def _put_rice(out, indices, count, parameters):
     word, fill = uint64(0), int64(0)
     previous = int64(-1)
     for start in range(0, count, RICE_BLOCK):
-        r = int64(parameters[start // RICE_BLOCK])
-        word |= uint64(r) << uint64(fill)
+        head = int64(parameters[start // RICE_BLOCK])
+        word |= uint64(head) << uint64(fill)
         fill += RICE_BITS
-        mask = (int64(1) << r) - 1
+        r = head & RICE_PARAMETER
+        width, mask = r, (int64(1) << r) - 1
         for i in range(start, min(start + RICE_BLOCK, count)):
             store_u64(out, word)
             out += fill >> 3
@@ -600,14 +613,20 @@ def _put_rice(out, indices, count, parameters):
             index = int64(indices[i])
             gap = index - previous - 1
             previous = index
-            zeros = fill + (gap >> r)
+            zeros = gap >> r
+            if head >= TEUHOLA:
+                gap += mask + 1
+                width = whole_log2(uint64(gap))
+                zeros = width - r
+            ones = ((gap & ((int64(1) << width) - 1)) << 1) | 1
+            zeros += fill
             while zeros > 24:  # room for a one and 31 low bits
                 store_u64(out, word)
                 out += 3
                 word >>= uint64(24)
                 zeros -= 24
-            word |= uint64(((gap & mask) << 1) | 1) << uint64(zeros)
-            fill = zeros + 1 + r
+            word |= uint64(ones) << uint64(zeros)
+            fill = zeros + 1 + width
     store_u64(out, word)
     return out + ((fill + 7) >> 3)
 
@@ -956,28 +975,41 @@ def _skip_zeros(position, bit, end, most):
 
 
 @_inlined
-def _next_index(position, end, n, i, bit, index, r, word, left):
-    """Decode index i, below n: (damage, bit, index, r, word, left), all but the first as for i + 1.
+def _next_index(position, end, n, i, bit, index, head, word, left):
+    """Decode index i, below n: (damage, bit, index, head, word, left), all but the first as for i + 1.
 
-    ``r`` is the block's parameter; ``word`` holds the stream from ``bit`` on, ``left`` bits of it.
+    ``head`` is what the block begins with; ``word`` holds the stream from ``bit`` on, ``left`` bits.
     """
     if i % RICE_BLOCK == 0:
-        r = int64(_window(position, bit, end) & uint64(31))
+        head = int64(_window(position, bit, end) & uint64(RICE_PARAMETER | TEUHOLA))
         bit += RICE_BITS
         left = int64(0)
-        if r > _bit_length(n):
-            return RICE, bit, index, r, word, left
+        if head & RICE_PARAMETER > _bit_length(n):
+            return RICE, bit, index, head, word, left
+    r, grows = head & RICE_PARAMETER, head >= TEUHOLA
     zeros, skipped = int64(trailing_zeros(word)), int64(0)
-    if zeros + 1 + r > left:
-        damage, bit, skipped = _skip_zeros(position, bit, end, n >> r)
+    if zeros + 1 + r + (zeros if grows else 0) > left:
+        damage, bit, skipped = _skip_zeros(position, bit, end, _most_zeros(n, head))
         if damage:
-            return damage, bit, index, r, word, left
+            return damage, bit, index, head, word, left
         word, left = _window(position, bit, end), int64(57)
         zeros = int64(trailing_zeros(word))
-    low = int64(word >> uint64(zeros + 1)) & ((int64(1) << r) - 1)
-    index += 1 + (((skipped + zeros) << r) | low)
-    length = zeros + 1 + r
-    return INDEX if index >= n else 0, bit + length, index, r, word >> uint64(length), left - length
+    quotient = skipped + zeros
+    width = min(r + quotient, 62) if grows else r
+    index += 1 + (int64(word >> uint64(zeros + 1)) & ((int64(1) << width) - 1))
+    index += (int64(1) << width) - (int64(1) << r) if grows else quotient << r
+    if index >= n and grows and quotient > _most_zeros(n, head):
+        return RUN, bit, index, head, word, left
+    length = zeros + 1 + width
+    damage = INDEX if index >= n else 0
+    return damage, bit + length, index, head, word >> uint64(length), left - length
+
+
+@_kernel
+def _most_zeros(n, head):
+    """The zeros before the one of the longest gap that n elements have room for, or somewhat more."""
+    r = head & RICE_PARAMETER
+    return _bit_length(n + (int64(1) << r)) - 1 - r if head >= TEUHOLA else n >> r
 
 
 @_kernel
@@ -995,10 +1027,12 @@ def _check_rice_end(position, end, bit):
 @_kernel
 def _get_rice(position, end, n, indices, count):
     """Decode count indices below n from the stream in [position, end); returns (damage, address)."""
-    bit, index, r = int64(0), int64(-1), int64(0)
+    bit, index, head = int64(0), int64(-1), int64(0)
     word, left = uint64(0), int64(0)
     for i in range(count):
-        damage, bit, index, r, word, left = _next_index(position, end, n, i, bit, index, r, word, left)
+        damage, bit, index, head, word, left = _next_index(
+            position, end, n, i, bit, index, head, word, left
+        )
         if damage:
             return damage, position + (bit >> 3)
         indices[i] = int32(index)
@@ -1006,16 +1040,19 @@ def _get_rice(position, end, n, indices, count):
 
 
 @_inlined
-def _quick_index(position, n, bit, index, r):
-    """Decode an index whose code lies in 57 bits: (whether it does, and all is well, bit, index).
+def _quick_index(position, n, bit, index, head):
+    """Decode an index whose code takes at most 57 bits: (whether it does, and is sound, bit, index).
 
     At least 8 bytes of the stream are there from ``bit`` on.
     """
+    r, grows = head & RICE_PARAMETER, -(head >> 5)  # all bits or none
     word = load_u64(position + (bit >> 3)) >> uint64(bit & 7)
     zeros = int64(trailing_zeros(word))
-    length = zeros + 1 + r
-    low = int64(word >> uint64((zeros + 1) & 63)) & ((int64(1) << r) - 1)
-    index += 1 + ((zeros << r) | low)
+    width = r + (zeros & grows)
+    length = zeros + 1 + width
+    power = int64(1) << (width & 63)
+    index += 1 + (int64(word >> uint64((zeros + 1) & 63)) & (power - 1))
+    index += ((zeros << r) & ~grows) | ((power - (int64(1) << r)) & grows)
     return (length <= 57) & (index < n), bit + length, index
 
 
@@ -1028,39 +1065,43 @@ def _get_rice_pair(positions, ends, n, indices, counts):
     """
     one, other = indices
     here, there = positions
-    bit, index, r = int64(0), int64(-1), int64(0)
-    bit2, index2, r2 = int64(0), int64(-1), int64(0)
+    bit, index, head = int64(0), int64(-1), int64(0)
+    bit2, index2, head2 = int64(0), int64(-1), int64(0)
     last, last2 = 8 * (ends[0] - here - 8), 8 * (ends[1] - there - 8)
     none, left = uint64(0), int64(0)
     both, i = min(counts[0], counts[1]), int64(0)
     while i < both:
         # What is not quick: the start of a block, a long gap, the last bytes.
-        bad, bit, index, r, _, _ = _next_index(here, ends[0], n, i, bit, index, r, none, left)
-        bad2, bit2, index2, r2, _, _ = _next_index(there, ends[1], n, i, bit2, index2, r2, none, left)
+        bad, bit, index, head, _, _ = _next_index(here, ends[0], n, i, bit, index, head, none, left)
+        bad2, bit2, index2, head2, _, _ = _next_index(
+            there, ends[1], n, i, bit2, index2, head2, none, left
+        )
         if bad or bad2:
             return False
         one[i], other[i] = int32(index), int32(index2)
         i += 1
         block = min(both, (i + RICE_BLOCK - 1) // RICE_BLOCK * RICE_BLOCK)
         while i < block and bit <= last and bit2 <= last2:
-            fine, next_bit, next_index = _quick_index(here, n, bit, index, r)
-            fine2, next_bit2, next_index2 = _quick_index(there, n, bit2, index2, r2)
+            fine, next_bit, next_index = _quick_index(here, n, bit, index, head)
+            fine2, next_bit2, next_index2 = _quick_index(there, n, bit2, index2, head2)
             if not fine & fine2:
                 break
             bit, index, bit2, index2 = next_bit, next_index, next_bit2, next_index2
             one[i], other[i] = int32(index), int32(index2)
             i += 1
-    return _get_rice_rest(here, ends[0], n, one, both, counts[0], bit, index, r) and _get_rice_rest(
-        there, ends[1], n, other, both, counts[1], bit2, index2, r2
+    return _get_rice_rest(here, ends[0], n, one, both, counts[0], bit, index, head) and _get_rice_rest(
+        there, ends[1], n, other, both, counts[1], bit2, index2, head2
     )
 
 
 @_kernel
-def _get_rice_rest(position, end, n, indices, start, count, bit, index, r):
+def _get_rice_rest(position, end, n, indices, start, count, bit, index, head):
     """Decode the indices from number ``start`` on; returns whether the stream is sound to its end."""
     word, left = uint64(0), int64(0)
     for i in range(start, count):
-        bad, bit, index, r, word, left = _next_index(position, end, n, i, bit, index, r, word, left)
+        bad, bit, index, head, word, left = _next_index(
+            position, end, n, i, bit, index, head, word, left
+        )
         if bad:
             return False
         indices[i] = int32(index)
@@ -1221,11 +1262,13 @@ def _add_at_positions(position, end, out, n, count, scale, indices, values):
     Returns (damage, its address). The values are spoilt. A value is added while positions further on
     are decoded: for one the processor waits for the position before, for the other for memory.
     """
-    bit, index, r = int64(0), int64(-1), int64(0)
+    bit, index, head = int64(0), int64(-1), int64(0)
     word, left = uint64(0), int64(0)
     damage, done = int64(0), int64(0)
     for i in range(count):
-        damage, bit, index, r, word, left = _next_index(position, end, n, i, bit, index, r, word, left)
+        damage, bit, index, head, word, left = _next_index(
+            position, end, n, i, bit, index, head, word, left
+        )
         if damage:
             break
         indices[i] = int32(index)

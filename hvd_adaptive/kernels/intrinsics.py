@@ -125,6 +125,17 @@ def _trailing_zeros(typingctx, value):
     return types.uint64(types.uint64), codegen
 
 
+def _whole_log2(typingctx, value):
+    """The whole part of log2 of a uint64 that is not 0."""
+    del typingctx, value
+
+    def codegen(context, builder, signature, args):
+        del context, signature
+        return builder.sub(ir.Constant(_I64, 63), builder.ctlz(args[0], ir.Constant(_I1, 1)))
+
+    return types.int64(types.uint64), codegen
+
+
 def _spread(builder: Any, scalar: Any, lanes: Any) -> Any:
     """A vector that holds a scalar in each lane."""
     undefined = ir.Constant(lanes, ir.Undefined)
@@ -284,6 +295,7 @@ def _prefetch(typingctx, address):
 
 # Annotated because what Numba's decorator returns is called with one argument less than it declares.
 trailing_zeros: Any = intrinsic(_trailing_zeros)
+whole_log2: Any = intrinsic(_whole_log2)
 survey: Any = intrinsic(_survey(add=False))
 """Which of 64 float32 have magnitudes whose bits are at least a number, and their energy."""
 add_and_survey: Any = intrinsic(_survey(add=True))

@@ -24,6 +24,8 @@ from hvd_adaptive.wire import (
     MAX_VARINT_BYTES,
     RICE_BITS,
     RICE_BLOCK,
+    RICE_PARAMETER,
+    TEUHOLA,
     VALUE_BLOCK,
     Damage,
     ValueFormat,
@@ -336,11 +338,15 @@ def _bit_length(x: Tensor) -> Tensor:
 
 
 def _rice_parameters(gaps: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """The parameter and the bits of each row of gaps: the cheapest of three around log2(mean)."""
+    """What each row of gaps begins with, and its bits: the cheapest of four codes."""
     middle = (_bit_length(gaps.sum(1) // sizes) - 1).clamp(min=1)
     candidates = torch.stack([middle - 1, middle, middle + 1], dim=1)
     quotients = (gaps.unsqueeze(1) >> candidates.unsqueeze(2)).sum(2)
     cost = quotients + sizes.unsqueeze(1) * (candidates + 1)
+    r = (_bit_length(gaps + 1) - 1).sum(1) // sizes
+    lengths = (_bit_length(gaps + (1 << r).unsqueeze(1)) - 1 - r.unsqueeze(1)).sum(1)
+    candidates = torch.cat([candidates, (r | TEUHOLA).unsqueeze(1)], dim=1)
+    cost = torch.cat([cost, (2 * lengths + sizes * (1 + r)).unsqueeze(1)], dim=1)
     best = cost.cpu().numpy().argmin(1)  # the first of equals, which torch does not promise
     chosen = torch.from_numpy(best).to(gaps.device).unsqueeze(1)
     return candidates.gather(1, chosen).squeeze(1), cost.gather(1, chosen).squeeze(1) + RICE_BITS
@@ -355,8 +361,18 @@ def _gap_blocks(indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gaps, rows, (gaps.numel() - starts).clamp(max=RICE_BLOCK)
 
 
+def _codes(gaps: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each gap: the zeros before the one, how many low bits come after it, and these bits."""
+    r = parameters & RICE_PARAMETER
+    more = gaps + (1 << r)
+    widths = torch.where(parameters >= TEUHOLA, _bit_length(more) - 1, r)
+    zeros = torch.where(parameters >= TEUHOLA, widths - r, gaps >> r)
+    lows = torch.where(parameters >= TEUHOLA, more, gaps) & ((1 << widths) - 1)
+    return zeros, widths, lows
+
+
 def _index_stream(indices: Tensor) -> Tensor:
-    """The Rice-coded gaps of rising int64 indices, as bytes."""
+    """The coded gaps of rising int64 indices, as bytes."""
     device = indices.device
     gaps, rows, sizes = _gap_blocks(indices)
     parameters, lengths = _rice_parameters(rows, sizes)
@@ -365,16 +381,15 @@ def _index_stream(indices: Tensor) -> Tensor:
     for bit in range(RICE_BITS):
         bits[starts + bit] = ((parameters >> bit) & 1).to(torch.uint8)
 
-    r = parameters.repeat_interleave(sizes)
-    code_lengths = (gaps >> r) + 1 + r
-    ends = torch.cumsum(code_lengths, 0) + RICE_BITS * (
+    zeros, widths, lows = _codes(gaps, parameters.repeat_interleave(sizes))
+    ends = torch.cumsum(zeros + 1 + widths, 0) + RICE_BITS * (
         torch.arange(len(gaps), device=device) // RICE_BLOCK + 1
     )
-    ones = ends - r - 1
+    ones = ends - widths - 1
     bits[ones] = 1
-    for bit in range(int(parameters.max())):
-        has = r > bit
-        bits[(ones + 1 + bit)[has]] = ((gaps[has] >> bit) & 1).to(torch.uint8)
+    for bit in range(int(widths.max())):
+        has = widths > bit
+        bits[(ones + 1 + bit)[has]] = ((lows[has] >> bit) & 1).to(torch.uint8)
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
@@ -619,26 +634,33 @@ def _window(stream: bytes, bit: int) -> int:
 
 def _read_indices(stream: bytes, start: int, numel: int, count: int) -> list[int]:
     """Decode ``count`` indices; ``start`` is where the stream lies in the body, for messages."""
-    size, bit, index, r = 8 * len(stream), 0, -1, 0
+    size, bit, index, r, grows, most = 8 * len(stream), 0, -1, 0, False, 0
     indices = []
     for i in range(count):
         if i % RICE_BLOCK == 0:
-            r = _window(stream, bit) & ((1 << RICE_BITS) - 1)
+            head = _window(stream, bit)
+            r, grows = head & RICE_PARAMETER, bool(head & TEUHOLA)
             bit += RICE_BITS
             if r > numel.bit_length():
                 raise _FoundError(Damage.rice, start + (bit >> 3))
+            most = (numel + (1 << r)).bit_length() - 1 - r if grows else numel >> r
         window = _window(stream, bit)
         quotient = 0
         while not window & ((1 << 26) - 1):
             bit, quotient = bit + 25, quotient + 25
             if bit >= size:
                 raise _FoundError(Damage.truncated, start + (bit >> 3))
-            if quotient > numel >> r:
+            if quotient > most:
                 raise _FoundError(Damage.run, start + (bit >> 3))
             window = _window(stream, bit)
         zeros = (window & -window).bit_length() - 1
-        index += 1 + (((quotient + zeros) << r) | ((window >> (zeros + 1)) & ((1 << r) - 1)))
-        bit += zeros + 1 + r
+        quotient += zeros
+        if grows and quotient > most:
+            raise _FoundError(Damage.run, start + (bit >> 3))
+        width = r + quotient if grows else r
+        gap = (1 << width) - (1 << r) if grows else quotient << r
+        index += 1 + gap + ((window >> (zeros + 1)) & ((1 << width) - 1))
+        bit += zeros + 1 + width
         if index >= numel:
             raise _FoundError(Damage.index, start + (bit >> 3))
         indices.append(index)
@@ -891,7 +913,7 @@ def sparse_shrink_(
         >>> body, _ = sparse_compress_(x, offsets, np.array([2]), ValueFormat.fp32)
         >>> less, _ = sparse_shrink_(body, x, offsets, np.array([1]), ValueFormat.fp32)
         >>> body.numel(), less.numel(), x.tolist()
-        (11, 7, [1.0, 0.0, 2.0])
+        (12, 7, [1.0, 0.0, 2.0])
     """
     offsets, counts = check_layers(x, offsets, counts, None, whole)
     floors = check_thresholds(rule, thresholds, len(counts)).tolist()
@@ -1126,7 +1148,7 @@ def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.in
     Example:
         >>> import numpy as np, torch
         >>> position_bits(torch.tensor([0.0, 3.0, 2.0, 1.0]), np.array([0, 1, 4])).tolist()
-        [[0, 0], [1, 7], [3, 9]]
+        [[0, 0], [1, 8], [3, 10]]
     """
     counts = check_counts(x, counts)
     table = np.zeros((len(counts), 2), np.int64)
