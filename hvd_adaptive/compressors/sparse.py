@@ -38,9 +38,10 @@ from hvd_adaptive.wire import ValueFormat, WireError
 class SparseCompressor(GatheredCompressor, MultiLevel):
     """What the compressors that send a few elements share: all but the rule and what a level means.
 
-    Biased: use them with error feedback. Cost: one pass over the tensor and no sort. Wire:
-    Rice-coded gaps (8.1 bits an element at density 1 %) and values of ``values`` bits; the rounding
-    error of the values stays in the remainder. Zeros are never sent.
+    Biased: use them with error feedback. Cost: one pass over the tensor and no sort. Wire: gaps
+    in the shorter of two codes (8.1 bits an element at density 1 % where elements are scattered, 4 to 7
+    where they crowd) and values of ``values`` bits; the rounding error of the values stays in the
+    remainder. Zeros are never sent.
     """
 
     rule: ClassVar[Rule]
@@ -310,10 +311,10 @@ class TopK(DensityCompressor):
     """The ``density * numel`` elements of largest magnitude; ties go to the lowest index.
 
     Biased: use it with error feedback. Cost: one pass over the tensor and no sort (two copies of the
-    tensor at density 1 %). Wire: Rice-coded gaps (8.1 bits an element at density 1 %) and values
-    of ``values`` bits; the rounding error of the values stays in the remainder.
-    Zeros are never sent. Source: Aji and Heafield, "Sparse Communication for Distributed Gradient
-    Descent" (EMNLP 2017), with exact selection.
+    tensor at density 1 %). Wire: gaps in the shorter of two codes (8.1 bits an element at density 1 %
+    where elements are scattered, 4 to 7 where they crowd) and values of ``values`` bits; the rounding
+    error of the values stays in the remainder. Zeros are never sent. Source: Aji and Heafield, "Sparse
+    Communication for Distributed Gradient Descent" (EMNLP 2017), with exact selection.
 
     Args:
         density: share of the elements to send, in (0, 1].

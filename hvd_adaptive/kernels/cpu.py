@@ -213,7 +213,7 @@ def _certain_floor(x, g, n, k, work):
     On scattered data 1.2 k elements reach it. Group j is every width-th element from j on, so that
     the maxima are formed by vector operations.
     """
-    hist, _, maxima, _, _ = work
+    hist, maxima, _, _ = work
     width = max(3 * k + 31, 64) & ~31
     if width > n // 2:
         return 1
@@ -300,42 +300,52 @@ def _floor_topk(x, g, n, k, work):
 
 
 @_kernel
-def _trim(indices, values, count, k, hist, fine):
+def _extremes(values, n):
+    """The smallest and the largest magnitude of n elements, as bits."""
+    words = carray(uint32_pointer(values), n)
+    lowest, top = int32(INF), int32(0)
+    for i in range(n):
+        magnitude = int32(words[i] & uint32(MAGNITUDE))
+        lowest, top = min(lowest, magnitude), max(top, magnitude)
+    return int64(lowest), int64(top)
+
+
+@_kernel
+def _reaching(values, n, floor):
+    """How many of n elements have magnitudes whose bits are at least a number."""
+    words = carray(uint32_pointer(values), n)
+    bar, found = int32(floor), int32(0)
+    for i in range(n):
+        found = int32(found + int32(int32(words[i] & uint32(MAGNITUDE)) >= bar))
+    return int64(found)
+
+
+@_kernel
+def _trim(indices, values, count, k):
     """Keep the k largest of more than k candidates in place, in order; ties go to the lowest index.
 
-    Returns the bits of the k-th largest, found 15, 8 and 8 bits at a time.
+    Returns a magnitude as bits that all kept reach; those equal to it may have been too many. Found by
+    bisection: to count is so much quicker than to sort into bins that twenty times are, too.
     """
-    lowest, top = int64(INF), int64(0)
+    address = int64(values.ctypes.data)
+    low, high = _extremes(address, count)
+    above, high = int64(0), high + 1  # reach the upper end; at least k reach the lower one
+    while high - low > 1 and above < k:
+        middle = (low + high) >> 1
+        found = _reaching(address, count, middle)
+        if found > k:
+            low = middle
+        else:
+            high, above = middle, found
+    wanted, kept = k - above, int64(0)
     for i in range(count):
         magnitude = int64(float_bits(values[i])) & MAGNITUDE
-        hist[magnitude >> 16] += int32(1)
-        lowest, top = min(lowest, magnitude), max(top, magnitude)
-    prefix = top >> 16
-    wanted = int64(k)
-    while wanted > hist[prefix]:
-        wanted -= hist[prefix]
-        prefix -= 1
-    hist[lowest >> 16 : (top >> 16) + 1] = 0
-    for shift in (8, 0):
-        fine[:] = 0
-        for i in range(count):
-            magnitude = int64(float_bits(values[i])) & MAGNITUDE
-            if magnitude >> (shift + 8) == prefix:
-                fine[(magnitude >> shift) & 0xFF] += int32(1)
-        digit = 255
-        while wanted > fine[digit]:
-            wanted -= fine[digit]
-            digit -= 1
-        prefix = (prefix << 8) | digit
-    kept = 0
-    for i in range(count):
-        magnitude = int64(float_bits(values[i])) & MAGNITUDE
-        tie = int64((magnitude == prefix) & (wanted > 0))
+        tie = int64((magnitude == low) & (wanted > 0))
         wanted -= tie
         indices[kept] = indices[i]
         values[kept] = values[i]
-        kept += int64(magnitude > prefix) | tie
-    return prefix
+        kept += int64(magnitude >= high) | tie
+    return high if above == k else low
 
 
 @_inlined
@@ -370,7 +380,7 @@ def _collect(x, g, n, floor, limit, summing, work):
     Returns (energy, whether all is finite, sum of magnitudes if ``summing``, count). If not, x is as it
     was but for rounding, and what was collected means nothing.
     """
-    hist, fine, indices, values, _ = work
+    _, indices, values, _ = work
     room = _room(n, limit)
     energy, total, count = 0.0, 0.0, int64(0)
     for block in range(0, n, BLOCK):
@@ -382,7 +392,7 @@ def _collect(x, g, n, floor, limit, summing, work):
                 prefetch(here + 4 * BLOCK + line)
                 prefetch((there if g != 0 else here) + 4 * BLOCK + line)
             if count + LANES > room and count > limit:
-                floor = _trim(indices, values, count, limit, hist, fine) + 1
+                floor = _trim(indices, values, count, limit) + 1
                 count = limit
             hits, squares = _add_group(here, there, n - start, floor)
             if not squares < np.inf:
@@ -429,7 +439,7 @@ def _take(x, g, n, k, rule, threshold, work):
             break
         first, guessed, g = int64(1), False, int64(0)  # too high a guess; x is the sum by now
     if count > limit:
-        _trim(work[2], work[3], count, limit, work[0], work[1])
+        _trim(work[1], work[2], count, limit)
         count = limit
     if rule == REDSYNC and count > k:
         count = _cut_redsync(count, k, np.float32(total / n), work)
@@ -439,7 +449,7 @@ def _take(x, g, n, k, rule, threshold, work):
 @_kernel
 def _cut_redsync(count, k, mean, work):
     """Keep between k and 2 k of the 2 k + 1 largest, in order; returns how many."""
-    hist, fine, indices, values, _ = work
+    hist, indices, values, _ = work
     lowest, top = int64(INF) >> 16, int64(0)
     for i in range(count):
         magnitude = int64(float_bits(values[i])) & MAGNITUDE
@@ -450,7 +460,7 @@ def _cut_redsync(count, k, mean, work):
     floor = _bisect(hist, lowest, count, k, mean, top) << 16
     hist[lowest : (top >> 16) + 1] = 0
     if floor == 0:
-        _trim(indices, values, count, k, hist, fine)
+        _trim(indices, values, count, k)
         return k
     kept = int64(0)
     for i in range(count):
@@ -788,7 +798,7 @@ def _sizes(offsets, counts, value_format, rule):
 @_kernel
 def _compress_layer(x, g, n, k, rule, floor, value_format, out, stats, spectrum, work):
     """One layer, from the gradient to the payload; returns the address after it."""
-    _, _, indices, values, parameters = work
+    _, indices, values, parameters = work
     energy, finite, count = _take(x, g, n, k, rule, floor, work)
     if not finite:
         stats[:] = 0.0
@@ -842,7 +852,6 @@ class _Work(threading.local):
 
     def __init__(self) -> None:
         self.hist = np.zeros(BINS, np.int32)
-        self.fine = np.empty(256, np.int32)
         self.block = np.empty(TILE, np.float32)
         self.grow(1 << 12)
         self.grow_decoded(1 << 12)
@@ -857,10 +866,10 @@ class _Work(threading.local):
         self.decoded_values = np.empty(count, np.float32)
 
     def arrays(self, candidates: int) -> tuple[npt.NDArray[np.generic], ...]:
-        """For compressing: bins, digits, candidates, and Rice parameters."""
+        """For compressing: bins, candidates, and Rice parameters."""
         if candidates > len(self.indices):
             self.grow(candidates + candidates // 4)
-        return (self.hist, self.fine, self.indices, self.values, self.parameters)
+        return (self.hist, self.indices, self.values, self.parameters)
 
     def decoded(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """For decompressing: indices and values."""
@@ -922,7 +931,7 @@ def sparse_compress_(
         start, spans, counts, int(rule), floors, np.zeros(1, np.int64), how, out, total, 0, work
     )
     count = int(total[0, 2])
-    _note_sent(out + size, offsets, work[2], _work.decoded(count)[1], count, how, stats)
+    _note_sent(out + size, offsets, work[1], _work.decoded(count)[1], count, how, stats)
     return buffer[: reserve + size], stats
 
 
@@ -1593,7 +1602,7 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
         stats[:] = 0.0
         stats[3] = 1.0
         return 0, position, _put_varint(out, int64(1)), count
-    _, _, indices, values, parameters = work
+    _, indices, values, parameters = work
     old, one = int64(old_values.ctypes.data), np.float32(1)
     energy, _, kept = _take(old, 0, count, min(k, count), rule, floor, work)
     for i in range(kept):
@@ -1679,7 +1688,7 @@ def sparse_shrink_(
         start = body.data_ptr()  # anew: what was in x has taken the values' places
         _read_but_positions(start, start + size, int(numels[0]), how, *decoded)
         _energy_by_layer(offsets, *decoded, count, stats, 0)
-        _note_sent(out + written, offsets, work[2], decoded[1], sent, how, stats)
+        _note_sent(out + written, offsets, work[1], decoded[1], sent, how, stats)
     return buffer[: reserve + written], stats
 
 
@@ -1796,14 +1805,14 @@ def moments(x: Tensor) -> npt.NDArray[np.float64]:
 @_kernel
 def _fill_position_bits(x, n, counts, order, table, work):
     """Select the most, thin them out from count to count, and measure what is left."""
-    hist, fine, indices, values, parameters = work
+    _, indices, values, parameters = work
     _, finite, left = _take(x, 0, n, min(n, counts[order[0]]), TOPK, 1, work)
     if not finite:
         return
     for row in order:
         if counts[row] < left:
             if counts[row] > 0:
-                _trim(indices, values, left, counts[row], hist, fine)
+                _trim(indices, values, left, counts[row])
             left = counts[row]
         table[row, 0] = left
         table[row, 1] = _choose_rice(indices, left, parameters)
