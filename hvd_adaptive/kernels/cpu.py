@@ -1036,9 +1036,14 @@ def _check_rice_end(position, end, bit):
 @_kernel
 def _get_rice(position, end, n, indices, count):
     """Decode count indices below n from the stream in [position, end); returns (damage, address)."""
-    bit, index, head = int64(0), int64(-1), int64(0)
+    return _get_rice_rest(position, end, n, indices, 0, count, int64(0), int64(-1), int64(0))
+
+
+@_kernel
+def _get_rice_rest(position, end, n, indices, start, count, bit, index, head):
+    """The same from index number ``start`` on; ``bit``, ``index`` and ``head`` are those before it."""
     word, left = uint64(0), int64(0)
-    for i in range(count):
+    for i in range(start, count):
         damage, bit, index, head, word, left = _next_index(
             position, end, n, i, bit, index, head, word, left
         )
@@ -1098,23 +1103,9 @@ def _get_rice_pair(positions, ends, n, indices, counts):
             bit, index, bit2, index2 = next_bit, next_index, next_bit2, next_index2
             one[i], other[i] = int32(index), int32(index2)
             i += 1
-    return _get_rice_rest(here, ends[0], n, one, both, counts[0], bit, index, head) and _get_rice_rest(
-        there, ends[1], n, other, both, counts[1], bit2, index2, head2
-    )
-
-
-@_kernel
-def _get_rice_rest(position, end, n, indices, start, count, bit, index, head):
-    """Decode the indices from number ``start`` on; returns whether the stream is sound to its end."""
-    word, left = uint64(0), int64(0)
-    for i in range(start, count):
-        bad, bit, index, head, word, left = _next_index(
-            position, end, n, i, bit, index, head, word, left
-        )
-        if bad:
-            return False
-        indices[i] = int32(index)
-    return _check_rice_end(position, end, bit)[0] == 0
+    damage, _ = _get_rice_rest(here, ends[0], n, one, both, counts[0], bit, index, head)
+    damage2, _ = _get_rice_rest(there, ends[1], n, other, both, counts[1], bit2, index2, head2)
+    return damage == 0 and damage2 == 0
 
 
 @_kernel
