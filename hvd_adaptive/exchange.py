@@ -46,6 +46,7 @@ class _Staging:
         self._bucket = bucket
         sizes = [layer.numel for layer in bucket.layers]
         self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
+        self.dense_bytes = bucket.dense_bytes
 
     @functools.cached_property
     def flat(self) -> Tensor:
@@ -160,7 +161,8 @@ class Exchange:
         started = perf_counter()
         steps = _WAYS[bucket.collective](self, bucket, grads)
         request = next(steps)
-        self.meter.bucket(bucket.index, compress=perf_counter() - started, dense=bucket.dense_bytes)
+        dense = self._staged[bucket.index].dense_bytes
+        self.meter.bucket(bucket.index, compress=perf_counter() - started, dense=dense)
         self._submit(bucket, steps, request, round_=0)
 
     def finish(self) -> None:
@@ -311,15 +313,19 @@ class Exchange:
 
     def _batch(self, bucket: Bucket, part: Part, x: Sequence[Tensor], outs: Sequence[Tensor]) -> Batch:
         """One linear compressor's share of a bucket."""
-        layers = bucket.layers[part.start : part.stop]
         return Batch(
             x[part.start : part.stop],
             outs[part.start : part.stop],
-            layers,
+            bucket.layers[part.start : part.stop],
             part.levels,
-            keys.layer_keys(self.seed, keys.SHARED, self._step, [layer.index for layer in layers]),
+            self._keys(bucket, part, keys.SHARED),
             self.states.get(part.compressor.state_key),
         )
+
+    def _keys(self, bucket: Bucket, part: Part, rank: int) -> npt.NDArray[np.uint64]:
+        """Of the random numbers of one compressor's layers in this step."""
+        layers = [layer.index for layer in bucket.layers[part.start : part.stop]]
+        return keys.layer_keys(self.seed, rank, self._step, layers)
 
     def _encode(self, bucket: Bucket, work: list[Tensor]) -> tuple[list[Tensor], npt.NDArray[np.bool_]]:
         """The codes of each part of the bucket, and which layers are finite here.
@@ -330,26 +336,27 @@ class Exchange:
         x, adds = memory.begin(bucket, work, self._step)
         offsets = self._staged[bucket.index].offsets
         codes: list[Tensor] = []
-        fine = np.ones(len(work), np.bool_)
+        marks: list[npt.NDArray[np.bool_]] = []
         energy = sent = 0.0
         for part in bucket.parts:
-            layers = [layer.index for layer in bucket.layers[part.start : part.stop]]
-            code, stats = _gathered(part).compress_layers_(
+            compressor = _gathered(part)
+            code, stats = compressor.compress_layers_(
                 x,
                 offsets[part.start : part.stop + 1],
                 part.levels,
                 adds[part.start : part.stop],
-                keys=keys.layer_keys(self.seed, self.rank, self._step, layers),
+                keys=self._keys(bucket, part, self.rank) if compressor.draws else None,
                 reserve=_room(bucket),
                 state=self.states.get(part.compressor.state_key),
             )
             if not part.keeps:
                 x[offsets[part.start] : offsets[part.stop]].zero_()
             codes.append(code)
-            fine[part.start : part.stop] = ~stats.nonfinite
+            marks.append(stats.nonfinite)
             energy += float(stats.energy.sum())
             sent += float(stats.sent.sum())
         self.meter.bucket(bucket.index, energy=energy, sent=sent)
+        fine = ~(marks[0] if len(marks) == 1 else np.concatenate(marks))
         memory.commit(bucket, x, work, fine.tolist(), self._step)
         return codes, fine
 

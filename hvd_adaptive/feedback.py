@@ -283,7 +283,8 @@ class _Residuals(Memory):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The residual itself (a float32 copy of it where it is kept in bf16), and the gradients."""
         del step
-        x = self._flats[RESIDUAL, bucket.index].to(torch.float32)
+        kept = self._flats[RESIDUAL, bucket.index]
+        x = kept if kept.dtype == torch.float32 else kept.float()
         if self._rule.decay != 1.0:
             x.mul_(self._rule.decay)
         if self._rule.lr_correction:

@@ -280,12 +280,13 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> tuple[
     bodies = []
     nonfinite = False
     position, total = 0, buffer.numel()
+    here = buffer.numpy().data if buffer.device.type == "cpu" else None
     for rank in range(ranks):
         start = position + HEADER_BYTES
         if start > total:
             raise _frame_error(rank, bucket, f"its header ends at byte {start} of {total}")
-        raw = buffer[position:start].cpu().numpy()
-        found = HEADER.unpack_from(raw.data)
+        header = here[position:start] if here is not None else bytes(buffer[position:start].tolist())
+        found = HEADER.unpack(header)
         flags, size = found[2:4]
         expected = (MAGIC, VERSION, flags & 1, size, bucket, layers)
         if found != expected:

@@ -313,6 +313,8 @@ def test_the_same_key_gives_the_same_bytes_and_another_key_others(spec: str) -> 
     assert torch.equal(first.data, second.data)
     same = first.data.shape == other.data.shape and torch.equal(first.data, other.data)
     assert same != MEMBERS[spec].random or compressor.name == "powersgd"
+    if isinstance(compressor, GatheredCompressor):
+        assert compressor.draws == MEMBERS[spec].random
 
 
 # --- input ----------------------------------------------------------------------------------------

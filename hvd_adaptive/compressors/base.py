@@ -416,6 +416,8 @@ class GatheredCompressor(Compressor):
     """
 
     collective = Collective.GATHER
+    draws: ClassVar[bool] = True
+    """Whether random numbers are needed: without them, no keys are."""
 
     @abstractmethod
     def compress_layers_(

@@ -520,6 +520,7 @@ class _Signs(Quantizer):
 
     widths = range(1, 2)
     level = 1
+    draws = False
 
     def __post_init__(self) -> None:
         _check_block(self.name, self.block)

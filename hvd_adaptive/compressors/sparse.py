@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, final
 
 import numpy as np
@@ -49,6 +49,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
 
     selects = True
     biased = True
+    draws = False
 
     @property
     @final
@@ -83,9 +84,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
                     f"{sorted(set(levels))}"
                 )
             offsets, levels = offsets[[0, -1]], list(levels)[:1] or [self.level]
-        sizes = np.diff(offsets).tolist()
-        counts = [self.count(numel, level) for numel, level in zip(sizes, levels, strict=True)]
-        return np.array(counts, dtype=np.int64), self.thresholds(levels)
+        return _counts_of(self, offsets.astype(np.int64, copy=False).tobytes(), tuple(levels))
 
     @final
     def compress_layers_(
@@ -519,6 +518,16 @@ class Threshold(SparseCompressor):
     def thresholds(self, levels: Sequence[Level]) -> npt.NDArray[np.float32]:
         """The levels themselves."""
         return np.array(levels, dtype=np.float32)
+
+
+@lru_cache(maxsize=256)
+def _counts_of(
+    compressor: SparseCompressor, offsets: bytes, levels: tuple[Level, ...]
+) -> tuple[Int64s, npt.NDArray[np.float32] | None]:
+    """Counts and thresholds of layers; kept, because a bucket has the same ones at every step."""
+    sizes = np.diff(np.frombuffer(offsets, np.int64)).tolist()
+    counts = [compressor.count(numel, level) for numel, level in zip(sizes, levels, strict=True)]
+    return np.array(counts, dtype=np.int64), compressor.thresholds(levels)
 
 
 def _layer_stats(stats: Float64s) -> LayerStats:

@@ -6,6 +6,7 @@ else and as the oracle in tests: the two give the same bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -111,7 +112,12 @@ class Kernels(Protocol):
 
 def for_device(device: torch.device) -> Kernels:
     """The kernels for tensors on ``device``."""
-    if device.type == "cpu":
+    return _of_type(device.type)
+
+
+@functools.cache
+def _of_type(device: str) -> Kernels:
+    if device == "cpu":
         from hvd_adaptive.kernels import cpu
 
         return cast(Kernels, cpu)

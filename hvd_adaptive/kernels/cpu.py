@@ -22,6 +22,7 @@ notices changes of this file only: after a change of a constant in ``wire``, del
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -795,6 +796,14 @@ def _sizes(offsets, counts, value_format, rule):
     return total, candidates
 
 
+@functools.lru_cache(maxsize=256)
+def _kept_sizes(offsets: bytes, counts: bytes, value_format: int, rule: int) -> tuple[int, int]:
+    """As :func:`_sizes`; kept, because a bucket has the same ones at every step."""
+    edges, wanted = (np.frombuffer(each, np.int64).copy() for each in (offsets, counts))
+    bound, candidates = _sizes(edges, wanted, value_format, rule)
+    return bound, candidates
+
+
 @_kernel
 def _compress_layer(x, g, n, k, rule, floor, value_format, out, stats, spectrum, work):
     """One layer, from the gradient to the payload; returns the address after it."""
@@ -908,7 +917,7 @@ def sparse_compress_(
         addresses[:] = [grad.data_ptr() for grad in grads]
     spectra_address = 0 if spectra is None else spectra.ctypes.data
     spans = offsets[[0, -1]] if whole else offsets
-    bound, candidates = _sizes(spans, counts, int(values), int(rule))
+    bound, candidates = _kept_sizes(spans.tobytes(), counts.tobytes(), int(values), int(rule))
     buffer = torch.empty(reserve + max(bound, layers) + SLACK, dtype=torch.uint8)
     stats = np.empty((layers, 4))
     how, work = int(values), _work.arrays(candidates)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import functools
 import itertools
 import math
 import operator
@@ -196,15 +197,26 @@ def check_layers(
             f"L layers have L + 1 offsets and L counts (one if they are one vector), got "
             f"{offsets.shape} and {counts.shape}"
         )
-    sizes = offsets[1:] - offsets[:-1]
-    if offsets[0] < 0 or offsets[-1] > x.numel() or sizes.min(initial=0) < 0:
-        raise ValueError(f"offsets must rise from 0 to at most the {x.numel()} elements of x")
-    check_numel(int(offsets[-1] - offsets[0]) if whole else int(sizes.max(initial=0)))
-    if counts.min(initial=0) < 0:
-        raise ValueError(f"counts must be 0 or more, got {counts.min()}")
+    sizes = _checked_sizes(offsets.tobytes(), counts.tobytes(), whole, x.numel())
     if grads is not None:
         _check_grads(x, sizes, grads)
     return offsets, counts
+
+
+@functools.lru_cache(maxsize=256)
+def _checked_sizes(offsets: bytes, counts: bytes, whole: bool, numel: int) -> tuple[int, ...]:
+    """The sizes of the layers of a tensor; ValueError if they do not fit it.
+
+    Kept, because a bucket has the same ones at every step.
+    """
+    edges, wanted = (np.frombuffer(each, np.int64) for each in (offsets, counts))
+    sizes = np.diff(edges)
+    if edges[0] < 0 or edges[-1] > numel or sizes.min(initial=0) < 0:
+        raise ValueError(f"offsets must rise from 0 to at most the {numel} elements of x")
+    check_numel(int(edges[-1] - edges[0]) if whole else int(sizes.max(initial=0)))
+    if wanted.min(initial=0) < 0:
+        raise ValueError(f"counts must be 0 or more, got {wanted.min()}")
+    return tuple(sizes.tolist())
 
 
 def check_numel(numel: int) -> None:
@@ -216,10 +228,10 @@ def check_numel(numel: int) -> None:
         )
 
 
-def _check_grads(x: Tensor, sizes: npt.NDArray[np.int64], grads: Sequence[Tensor]) -> None:
+def _check_grads(x: Tensor, sizes: Sequence[int], grads: Sequence[Tensor]) -> None:
     if len(grads) != len(sizes):
         raise ValueError(f"got {len(grads)} gradients for {len(sizes)} layers")
-    for layer, (grad, numel) in enumerate(zip(grads, sizes.tolist(), strict=True)):
+    for layer, (grad, numel) in enumerate(zip(grads, sizes, strict=True)):
         if (
             grad.numel() != numel
             or grad.dtype != torch.float32
