@@ -111,8 +111,8 @@ def _pending(request: Any, mine: Float64s, out: Float64s) -> Pending:
 def _finish(request: Any) -> None:
     """Waits for a request by looking at it again and again.
 
-    A thread that waits inside Open MPI while Horovod's does so, too, sleeps until that one wakes it, and
-    after `hvd_adaptive.init()` Horovod's is the last to get a core: 13 ms were seen for 600 bytes.
+    A thread that waits inside Open MPI while Horovod's does so, too, sleeps until that one wakes it.
+    After `hvd_adaptive.init()` Horovod's is the last to get a core: 13 ms were seen for 600 bytes.
     """
     while not request.Test():
         time.sleep(NAP)
