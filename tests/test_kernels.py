@@ -753,8 +753,10 @@ def test_a_sum_is_that_of_one_body_after_the_other_bit_for_bit(
 
 
 @pytest.mark.parametrize("shift", [0, 1, 8])
-def test_a_large_sum_goes_past_the_cache_wherever_it_begins(shift: int) -> None:
-    numel, ranks = 1_000_003, 17
+def test_a_large_sum_goes_past_the_cache_wherever_it_begins(
+    shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel, ranks = 1_000_003, 5
     bodies = [
         compress(cpu, numbers("normal", numel, rank), 9000, ValueFormat.bf16)[0]
         for rank in range(ranks)
@@ -763,10 +765,41 @@ def test_a_large_sum_goes_past_the_cache_wherever_it_begins(shift: int) -> None:
     for body in bodies:
         cpu.sparse_decompress_add_(body, [expected], 0.25)
     assert 4 * numel > cpu.STREAMED
-    assert ranks > cpu.TOGETHER
+    monkeypatch.setattr(cpu, "KEPT", 20_000)
+    assert 9000 * ranks > cpu.KEPT  # not all at once
     cpu.sparse_decompress_sum_(bodies, [memory[shift : shift + numel]], 0.25)
     assert np.array_equal(bits(memory[shift : shift + numel]), bits(expected))
     assert memory[:shift].tolist() + memory[shift + numel :].tolist() == [7.0] * 16
+
+
+def test_room_for_many_values_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "KEPT", 10_000)
+    room = cpu._Room()
+    few = room.of(9_000)
+    assert [len(each) for each in few[:2]] == [10_000, 10_000]
+    many = room.of(10_001)
+    assert [len(each) for each in many[:2]] == [10_001, 10_001]
+    assert all(now is then for now, then in zip(room.of(10_000), few, strict=True))
+
+
+def test_the_most_values_of_a_layer_are_those_before_a_wrong_announcement() -> None:
+    numels = np.array([300, 50, 3000, 2000])
+    counts = [5, 0, 70, 90]
+    parts = [
+        compress(cpu, numbers("normal", int(numel), 1), count, ValueFormat.sign)[0].tolist()
+        for numel, count in zip(numels, counts, strict=True)
+    ]
+
+    def most(*bodies: list[int], expected: int = -1) -> int:
+        body = np.array([byte for part in bodies for byte in part], np.uint8)
+        found: int = cpu._most_values(body.ctypes.data, body.ctypes.data + body.size, numels, expected)
+        return found
+
+    assert most(*parts) == 90
+    assert most(*parts[:3], parts[3][:-1]) == 70
+    assert most(*parts[:2], parts[1], parts[3]) == 90
+    assert most(*parts, expected=int(ValueFormat.fp32)) == 0
+    assert most() == 0
 
 
 @MODULES

@@ -121,8 +121,9 @@ LINE = 64
 """Bytes of a cache line."""
 STREAMED = 1 << 20
 """Bytes from which on a sum is written past the cache, which could not hold it until it is read."""
-TOGETHER = 16
-"""So many bodies at most are decoded before they are summed, which bounds the memory."""
+KEPT = 1 << 22
+"""Values that a thread keeps room for, 32 MiB to compress and as much to decompress; of more, the room
+is given back after each call."""
 SLACK = 16
 """Bytes that the bit writer may touch past the end."""
 
@@ -856,35 +857,44 @@ def _note_sent(end, offsets, indices, values, count, value_format, stats):
         stats[layer, 2] = float(cuts[1] - cuts[0])
 
 
+class _Room:
+    """Of indices and values of up to so many elements, and a parameter for each block of them.
+
+    Room for the most that was ever sent would grow for long while plans vary, as if it leaked.
+    """
+
+    def __init__(self) -> None:
+        self._kept = self._make(1 << 12)
+
+    @staticmethod
+    def _make(count: int) -> tuple[npt.NDArray[np.generic], ...]:
+        parameters = np.empty(count // RICE_BLOCK + 1, np.uint8)
+        return np.empty(count, np.int32), np.empty(count, np.float32), parameters
+
+    def of(self, count: int) -> tuple[npt.NDArray[np.generic], ...]:
+        if count > KEPT:
+            return self._make(count)
+        if count > len(self._kept[0]):
+            self._kept = self._make(min(KEPT, count + count // 4))
+        return self._kept
+
+
 class _Work(threading.local):
-    """Buffers of one thread, grown to the largest bucket seen; the histogram is always zero."""
+    """Buffers of one thread; the histogram is always zero."""
 
     def __init__(self) -> None:
         self.hist = np.zeros(BINS, np.int32)
         self.block = np.empty(TILE, np.float32)
-        self.grow(1 << 12)
-        self.grow_decoded(1 << 12)
-
-    def grow(self, candidates: int) -> None:
-        self.indices = np.empty(candidates, np.int32)
-        self.values = np.empty(candidates, np.float32)
-        self.parameters = np.empty(candidates // RICE_BLOCK + 1, np.uint8)
-
-    def grow_decoded(self, count: int) -> None:
-        self.decoded_indices = np.empty(count, np.int32)
-        self.decoded_values = np.empty(count, np.float32)
+        self._candidates, self._decoded = _Room(), _Room()
 
     def arrays(self, candidates: int) -> tuple[npt.NDArray[np.generic], ...]:
         """For compressing: bins, candidates, and Rice parameters."""
-        if candidates > len(self.indices):
-            self.grow(candidates + candidates // 4)
-        return (self.hist, self.indices, self.values, self.parameters)
+        return (self.hist, *self._candidates.of(candidates))
 
-    def decoded(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    def decoded(self, count: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
         """For decompressing: indices and values."""
-        if count > len(self.decoded_indices):
-            self.grow_decoded(count + count // 4)
-        return (self.decoded_indices, self.decoded_values)
+        indices, values, _ = self._decoded.of(count)
+        return indices, values
 
 
 _work = _Work()
@@ -905,8 +915,8 @@ def sparse_compress_(
     """See :func:`hvd_adaptive.kernels.reference.sparse_compress_`: the same bytes, at memory speed.
 
     Releases the GIL. Cost at density 1 %: about two copies of the tensor, and for small layers some
-    microseconds each. Memory: 24 bytes a value sent by the largest layer, kept for each thread (48
-    for RedSync).
+    microseconds each. Memory: 24 bytes a value sent by the largest layer (48 for RedSync), of which a
+    thread keeps up to 32 MiB.
     """
     offsets, counts = check_layers(x, offsets, counts, grads, whole)
     floors = check_thresholds(rule, thresholds, len(counts))
@@ -1188,6 +1198,22 @@ def _read_head(position, end, n, expected):
 
 
 @_kernel
+def _most_values(position, end, numels, expected):
+    """The most that a layer of a body holds, of those before the first that is announced wrongly."""
+    most = int64(0)
+    for layer in range(len(numels)):
+        damage, position, count, value_format, index_bytes = _read_head(
+            position, end, numels[layer], expected
+        )
+        if damage:
+            break
+        if count > 0:
+            position += index_bytes + _value_bytes(count, value_format)
+            most = max(most, count)
+    return most
+
+
+@_kernel
 def _read_values(position, values, count, value_format):
     """Decode and check count values, whose bytes are there: (damage, next address or that of it)."""
     if value_format == SIGN:
@@ -1371,28 +1397,24 @@ def _apply(
     numels = np.array(check_outs(body, outs, whole), np.int64)
     addresses = np.array([out.data_ptr() for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)
-    size = body.numel()
+    start, size = body.data_ptr(), body.numel()
     spans = numels.sum(keepdims=True) if whole else numels
+    expected = -1 if values is None else int(values)
     damage, layer, position = _apply_layers(
-        body.data_ptr(),
+        start,
         size,
         addresses,
         numels,
         whole,
         clear,
         np.float32(scale),
-        -1 if values is None else int(values),
+        expected,
         marks,
-        _work.decoded(_most_decoded(size, spans)),
+        _work.decoded(_most_values(start, start + size, spans, expected)),
     )
     if damage:
         raise _damaged(damage, layer, spans, position, size)
     return marks
-
-
-def _most_decoded(size: int, numels: npt.NDArray[np.int64]) -> int:
-    """The most values that a layer in ``size`` bytes can hold: a value takes at least a bit."""
-    return min(8 * size, int(numels.max(initial=0)))
 
 
 def _damaged(
@@ -1536,51 +1558,45 @@ def sparse_decompress_sum_(
 ) -> npt.NDArray[np.uint8]:
     """See :func:`hvd_adaptive.kernels.reference.sparse_decompress_sum_`. Releases the GIL.
 
-    Cost: writing the outputs once, and some ns a value. Memory: 8 bytes a value of a layer of 16
-    bodies, kept for each thread.
+    Cost: some ns a value, and writing the outputs once for as many bodies as hold 2^22 values in their
+    largest layer, or for two. Memory: 8 bytes for each of these values, of which a thread keeps up to
+    32 MiB.
     """
+    numels = np.array(check_outs(check_bodies(bodies)[0], outs, whole), np.int64)
+    addresses = np.array([out.data_ptr() for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)
-    for first in range(0, len(check_bodies(bodies)), TOGETHER):
-        _sum(bodies[first : first + TOGETHER], outs, scale, values, whole, first == 0, marks)
-    return marks
-
-
-def _sum(
-    bodies: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    scale: float,
-    values: ValueFormat | None,
-    whole: bool,
-    fresh: bool,
-    marks: npt.NDArray[np.uint8],
-) -> None:
-    """Add some bodies to the outputs, or to zeros if ``fresh``; sets marks."""
-    numels = np.array(check_outs(bodies[0], outs, whole), np.int64)
     for body in bodies[1:]:
         check_body(body, bodies[0])
     spans = numels.sum(keepdims=True) if whole else numels
-    begins = np.array([body.data_ptr() for body in bodies], np.int64)
-    lengths = np.array([body.numel() for body in bodies], np.int64)
-    most = _most_decoded(int(lengths.max()), spans)
-    indices, decoded = _work.decoded(len(bodies) * most)
-    shape = (len(bodies), most)
-    damage, which, layer, position = _sum_layers(
-        begins.copy(),
-        begins + lengths,
-        np.array([out.data_ptr() for out in outs], np.int64),
-        numels,
-        whole,
-        fresh,
-        np.float32(scale),
-        -1 if values is None else int(values),
-        marks,
-        (indices[: len(bodies) * most].reshape(shape), decoded[: len(bodies) * most].reshape(shape)),
-        np.empty(len(bodies), np.int64),
-        np.empty(len(bodies), np.int64),
-        _work.block,
+    expected = -1 if values is None else int(values)
+    edges = np.array([(body.data_ptr(), body.data_ptr() + body.numel()) for body in bodies], np.int64)
+    most = max(1, *(_most_values(start, end, spans, expected) for start, end in edges))
+    together = min(len(bodies), max(2, KEPT // most))
+    indices, decoded = (
+        each[: together * most].reshape(together, most) for each in _work.decoded(together * most)
     )
-    if damage:
-        raise _damaged(damage, layer, spans, position - int(begins[which]), int(lengths[which]))
+    for first in range(0, len(bodies), together):
+        starts, ends = edges[first : first + together].T.copy()
+        counts, places = np.empty((2, len(starts)), np.int64)
+        damage, which, layer, position = _sum_layers(
+            starts.copy(),
+            ends,
+            addresses,
+            numels,
+            whole,
+            first == 0,
+            np.float32(scale),
+            expected,
+            marks,
+            (indices, decoded),
+            counts,
+            places,
+            _work.block,
+        )
+        if damage:
+            begin, size = int(starts[which]), int(ends[which] - starts[which])
+            raise _damaged(damage, layer, spans, position - begin, size)
+    return marks
 
 
 # --- compressing again ---------------------------------------------------------------------------
@@ -1658,15 +1674,16 @@ def sparse_shrink_(
     check_body(body, x)
     spans = offsets[[0, -1]] if whole else offsets
     numels, size = np.diff(spans), body.numel()
-    most = _most_decoded(size, numels)
+    start, how = body.data_ptr(), int(values)
+    most = _most_values(start, start + size, numels, how)
     counts = np.minimum(counts, most)
-    bound, candidates = _sizes(spans, counts, int(values), int(rule))
+    bound, candidates = _sizes(spans, counts, how, int(rule))
     buffer = torch.empty(reserve + bound + SLACK, dtype=torch.uint8)
     stats = np.empty((len(counts), 4))
     decoded, work = _work.decoded(most), _work.arrays(candidates)
-    how, out = int(values), buffer.data_ptr() + reserve
+    out = buffer.data_ptr() + reserve
     damage, layer, position, written, count = _shrink_layers(
-        body.data_ptr(),
+        start,
         size,
         x.data_ptr(),
         spans,
@@ -1685,7 +1702,7 @@ def sparse_shrink_(
         sent, nonfinite = int(stats[0, 2]), stats[0, 3]
         stats = np.zeros((len(offsets) - 1, 4))
         stats[:, 3] = nonfinite
-        start = body.data_ptr()  # anew: what was in x has taken the values' places
+        # anew: what was in x has taken the values' places
         _read_but_positions(start, start + size, int(numels[0]), how, *decoded)
         _energy_by_layer(offsets, *decoded, count, stats, 0)
         _note_sent(out + written, offsets, work[1], decoded[1], sent, how, stats)
