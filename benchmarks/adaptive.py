@@ -283,11 +283,7 @@ def missed(cells: Mapping[str, Any]) -> list[str]:
 
 def draw(cells: Mapping[str, Any], path: Path) -> None:
     """Accuracy against seconds, and GraVAC's factors over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = report.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     for name, row in summary(cells).items():
         if row["seconds"] is not None:

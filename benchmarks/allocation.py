@@ -8,7 +8,7 @@ the error tables of some steps are averaged, as during training with a planner, 
 3. accumulated: the same from the errors of these steps' mean gradient, as L-GreCo's paper measures.
 
     python benchmarks/allocation.py            # prints tables, writes results/allocation.json
-    python benchmarks/allocation.py --check    # exit code 1 if a bar is missed
+    python benchmarks/allocation.py --check    # measures nothing; exit code 1 if a bar is missed
     python benchmarks/allocation.py --only ResNet --fresh
     python benchmarks/allocation.py --quick    # one small model and few steps, for the tests; no file
 
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cells
 import report
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of
@@ -328,14 +329,14 @@ def show(figures: dict[str, Any]) -> None:
         *("error, of the default's", "compressed", "later steps"),
         *("bar", "L-GreCo's tables"),
     ]
-    print(report.table([heading, *lines]), end="\n\n")
-    print(report.table([_WHY, *(_why(*each) for each in figures["models"].items())]), end="\n\n")
+    report.show([heading, *lines])
+    report.show([_WHY, *(_why(*each) for each in figures["models"].items())])
     lines = [
         [f"{name}, {compression}", *(f"{_fewer(row):.2f}" for row in found["moments"])]
         for name, settings in figures["models"].items()
         for compression, found in settings.items()
     ]
-    print(report.table([["times fewer bytes, by moment", *MOMENTS], *lines]), end="\n\n")
+    report.show([["times fewer bytes, by moment", *MOMENTS], *lines])
 
 
 def _fewer(row: dict[str, Any]) -> float:
@@ -387,7 +388,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Run all, print, write; the exit code says whether a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--check", action="store_true", help="measure nothing; 1 if a bar is missed")
     parser.add_argument("--only", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
     parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
@@ -400,14 +401,14 @@ def main() -> int:
         show({"models": {name: measure(name, arguments, 80, 2) for name, arguments in QUICK.items()}})
         return 0
     figures: dict[str, Any] = {"steps": STEPS, "samples": SAMPLES, "models": load()}
-    for name in [options.only] if options.only else MODELS:
-        if options.fresh or name not in figures["models"]:
-            figures["models"][name] = measure(name, MODELS[name], STEPS, SAMPLES)
-            report.write("allocation", figures)
-    show(figures)
-    found = missed(figures)
-    print("\n".join(found) if found else "all bars met")
-    return int(bool(found) and options.check)
+
+    def measure_all() -> None:
+        for name in [options.only] if options.only else MODELS:
+            if options.fresh or name not in figures["models"]:
+                figures["models"][name] = measure(name, MODELS[name], STEPS, SAMPLES)
+                report.write("allocation", figures)
+
+    return cells.complete(measure_all, lambda: show(figures), lambda: missed(figures), options.check)
 
 
 if __name__ == "__main__":

@@ -358,11 +358,7 @@ def missed(cells: Mapping[str, Any]) -> list[str]:
 
 def draw(cells: Mapping[str, Any], path: Path) -> None:
     """Step times and estimates under the pattern."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = report.pyplot()
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, constrained_layout=True)
     for name in ("ef21", "kimad"):
         if name in cells:

@@ -97,6 +97,13 @@ def read(path: Path) -> Rows:
     return Rows(numbers[:, 0].astype(np.int64), numbers[:, 2:], numbers[:, 1])
 
 
+def plans_of(path: Path) -> int:
+    """How many plans a recorded CSV file has whole rows of; it may be empty, or not there."""
+    if not path.exists() or path.read_text().count("\n") < 3:
+        return 0
+    return len(np.unique(read(path).plans))
+
+
 class Recorder:
     """Writes what the planner is told of the steps that count: those of a random plan at work.
 
@@ -272,7 +279,7 @@ def show(figures: dict[str, Any]) -> None:
         [f"bucket {index}", *(row.get(key, "-") for key in keys)]
         for index, row in enumerate(figures["buckets"])
     ]
-    print(report.table([["", *keys], *lines]), end="\n\n")
+    report.show([["", *keys], *lines])
     print(f"intercept {figures['intercept']:.4f} s, {len(figures['plans'])} plans, ", end="")
     print(f"{figures['steps']} steps")
     for key in ("r2", "r2 of plans left out", "r2 of single steps"):
@@ -301,14 +308,19 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rows = options.rows or Path(folder) / "rows.csv"
+        status = 0
         try:
             run(options, rows)
         except KeyboardInterrupt:
-            print("interrupted: the fit is of what was recorded until then")
+            status = 130
+            print("\nstopped; no file has changed")
+            if plans_of(rows) < 2:
+                return status
+            print("the fit of what was recorded until then:")
         figures = fit(read(rows))
     show(figures)
-    if options.quick:
-        return 0
+    if options.quick or status:
+        return status
     job = {"job": " ".join(JOB), "compression": COMPRESSION, "hosts": HOSTS, "rate": RATE}
     print(f"written: {report.write('bucket_costs', {**job, **figures})}")
     if figures["r2"] < BAR:

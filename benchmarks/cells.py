@@ -1,10 +1,11 @@
-"""The command line of benchmarks that measure named cells and keep what they have."""
+"""The programs of benchmarks: of those that measure named cells, and of those that measure tables."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import report
 
@@ -34,6 +35,40 @@ def chosen(options: argparse.ArgumentParser, only: str, cells: Iterable[str]) ->
     if unknown := sorted(set(names) - set(known)):
         options.error(f"no {', '.join(unknown)}: there are {', '.join(known)}")
     return names
+
+
+def tables(
+    doc: str | None,
+    name: str,
+    measure: Callable[[bool], dict[str, Any]],
+    missed: Callable[[dict[str, Any]], list[str]],
+) -> int:
+    """The program of a benchmark that measures all that it has, and then writes one file.
+
+    Args:
+        doc: the script's; its first line is the description.
+        name: of the file of results.
+        measure: gives the figures, of little if told so; prints each table as soon as it is there.
+        missed: the bars that the figures do not meet.
+
+    Returns:
+        The exit status: 130 after Ctrl-C, 1 if bars are to be checked and one is missed.
+    """
+    found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
+    found.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    found.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    options = found.parse_args()
+    try:
+        figures = measure(options.quick)
+    except KeyboardInterrupt:
+        print("\nstopped; the tables above are what was measured, and no file has changed")
+        return 130
+    if options.quick:
+        return 0
+    problems = missed(figures)
+    print("\n".join(problems) if problems else "all bars met")
+    print(f"written: {report.write(name, {**figures, 'missed': problems})}")
+    return int(options.check and bool(problems))
 
 
 def complete(

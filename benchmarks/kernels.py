@@ -19,18 +19,18 @@ Contestants take turns within one run, and ratios are of their fastest turns: th
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import cells
 import report
 from hvd_adaptive import warm
 from hvd_adaptive.compressors import parse
@@ -379,7 +379,7 @@ def print_large(numel: int, density: float, figures: dict[str, dict[str, float]]
     rows: list[list[object]] = [list(heading)]
     for name, row in figures.items():
         rows.append([name, *(f"{row[c]:.2f}" if c in row else "" for c in columns)])
-    print(report.table(rows), end="\n\n")
+    report.show(rows)
 
 
 def missed_of_sparse(large: dict[str, dict[str, float]], small: dict[str, float]) -> list[str]:
@@ -428,24 +428,20 @@ def missed_of_rules(
     return found
 
 
-def main() -> int:
-    """Run all, print, write; the exit code says whether a bar was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
-    options = parser.parse_args()
+def measure(quick: bool) -> dict[str, Any]:
+    """All tables; each is printed when it is there."""
     torch.set_num_threads(1)
     warm.warm()
-    numel, layers, repeats = (300_000, 20, 2) if options.quick else (25_000_000, 300, 7)
+    numel, layers, repeats = (300_000, 20, 2) if quick else (25_000_000, 300, 7)
 
     large = {}
-    for density in (0.01,) if options.quick else DENSITIES:
+    for density in (0.01,) if quick else DENSITIES:
         large[density] = large_layer(numel, density, repeats)
         print_large(numel, density, large[density])
     small = small_layers(layers, 4096, 5 * repeats)
-    print(report.table([[f"{layers} layers of 4,096, us each", *small], ["", *small.values()]]))
+    report.show([[f"{layers} layers of 4,096, us each", *small], ["", *small.values()]])
     plan = planning(numel, repeats)
-    print("\n" + report.table([["planning", *plan], ["", *plan.values()]]))
+    report.show([["planning", *plan], ["", *plan.values()]])
 
     ruled = rules(numel, repeats)
     print_rows(f"{numel:,} at 1.0%", ruled)
@@ -454,24 +450,22 @@ def main() -> int:
 
     quantizers = quantized(numel, repeats)
     print_rows("copies of the tensor, and bits", quantizers)
+    return {
+        "numel": numel,
+        "large": {f"{density:g}": rows for density, rows in large.items()},
+        "small_layers_us": small,
+        "planning": plan,
+        "rules": ruled,
+        "multi_level": levels,
+        "quantizers": quantizers,
+    }
 
-    found = []
-    if not options.quick:
-        found = missed_of_sparse(large[0.01], small) + missed_of_rules(ruled, levels, quantizers)
-        print("\n" + ("\n".join(found) if found else "all bars met"))
-        figures = {
-            "numel": numel,
-            "large": {f"{density:g}": rows for density, rows in large.items()},
-            "small_layers_us": small,
-            "planning": plan,
-            "rules": ruled,
-            "multi_level": levels,
-            "quantizers": quantizers,
-            "missed": found,
-        }
-        print(f"written: {report.write('kernels', figures)}")
-    return int(bool(found) and options.check)
+
+def missed(figures: dict[str, Any]) -> list[str]:
+    """The bars that were not met."""
+    found = missed_of_sparse(figures["large"]["0.01"], figures["small_layers_us"])
+    return found + missed_of_rules(figures["rules"], figures["multi_level"], figures["quantizers"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cells.tables(__doc__, "kernels", measure, missed))

@@ -183,6 +183,28 @@ class Job:
         self._folder.cleanup()
 
 
+def figures_here(ranks: int, script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs a benchmark's script with ``--worker FILE`` on ranks of this machine, under horovodrun.
+
+    Returns:
+        What the first rank has written into that file.
+
+    Raises:
+        SystemExit: a rank failed; with all that they printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = ["horovodrun", "-np", str(ranks), sys.executable, script, *arguments]
+        command += ["--worker", str(out)]
+        done = subprocess.run(
+            command, env={**THREADS, **os.environ}, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"the ranks failed:\n{done.stdout}\n{done.stderr}")
+        figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
 def train_here(ranks: int, arguments: Sequence[str], seconds: float = 300.0) -> dict[str, Any]:
     """Runs train.py on ranks of this machine without a netlab: they exchange by shared memory.
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+import cells
 import report
 from hvd_adaptive.planning.allocators import Allowance, KMeans, Table, Uniform
 from hvd_adaptive.planning.costs import BandwidthMonitor, OnlineCosts
@@ -161,13 +161,15 @@ def others(runs: int) -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Both tables."""
+    """Both tables; each is printed when it is there."""
     models = {"quick": Model(12, "quantizer", 4)} if quick else MODELS
     seeds, runs = (1, 1) if quick else (3, 5)
-    return {
-        "knapsacks": {name: knapsacks(model, seeds, runs) for name, model in models.items()},
-        "others": others(runs),
-    }
+    found = {name: knapsacks(model, seeds, runs) for name, model in models.items()}
+    lines = [[name, *row.values()] for name, row in found.items()]
+    report.show([["knapsacks", *next(iter(found.values()))], *lines])
+    rest = others(runs)
+    report.show([["others", "seconds"], *map(list, rest.items())])
+    return {"knapsacks": found, "others": rest}
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
@@ -182,30 +184,5 @@ def missed(figures: dict[str, Any]) -> list[str]:
     return found
 
 
-def show(figures: dict[str, Any]) -> None:
-    """Print the tables."""
-    rows = figures["knapsacks"]
-    columns = list(next(iter(rows.values())))
-    lines = [[name, *(row[column] for column in columns)] for name, row in rows.items()]
-    print(report.table([["knapsacks", *columns], *lines]), end="\n\n")
-    print(report.table([["others", "seconds"], *map(list, figures["others"].items())]), end="\n\n")
-
-
-def main() -> int:
-    """Run all, print, write; the exit code says whether a bar was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
-    options = parser.parse_args()
-    figures = measure(options.quick)
-    show(figures)
-    found = []
-    if not options.quick:
-        found = missed(figures)
-        print("\n".join(found) if found else "all bars met")
-        print(f"written: {report.write('planner', {**figures, 'missed': found})}")
-    return int(bool(found) and options.check)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cells.tables(__doc__, "planner", measure, missed))

@@ -106,11 +106,7 @@ def curves(cells: Mapping[str, Any], model: str) -> dict[str, tuple[list[float],
 
 
 def _axes(columns: int) -> tuple[Any, Any]:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     figure, axes = pyplot.subplots(1, columns, figsize=(6.5 * max(columns, 1.4), 5), squeeze=False)
     return figure, axes[0]
 

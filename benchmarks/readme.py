@@ -162,27 +162,14 @@ def wire() -> str:
 
 def overhead() -> str:
     """A step against stock Horovod's where compression cannot help."""
+    from overhead import call_rows, step_rows
+
     figures = load("overhead")
-    steps, calls = figures["steps"], figures["calls"]
-    rows = [
-        [
-            title,
-            f"{steps[title]['milliseconds']['stock']:.1f} ms",
-            *(f"{steps[title]['ratio'][name]:.3f}" for name in ("none", "topk 1 %")),
-        ]
-        for title in steps
-        if title != "ranks"
-    ]
-    heading = ["model", "stock Horovod's step", "`none` / stock", "`topk` 1 % / stock"]
-    costs = "; ".join(
-        f"`{name}` {cost['layer']:.1f} µs a layer and {cost['bucket']:.0f} µs a bucket, "
-        f"{100 * cost['share']:.1f} % of the step of the 300 layers"
-        for name, cost in calls.items()
-    )
     return (
-        f"The step where compression cannot help: {steps['ranks']} ranks on one machine, without a "
-        f"network, in turn. {source('overhead', figures)}\n\n{table(heading, rows)}\n\n"
-        f"Our own cost (hooks, buckets, kernels' calls): {costs}."
+        f"The step where compression cannot help: {figures['ranks']} ranks on one machine, without a "
+        f"network, in turn. {source('overhead', figures)}\n\n{_of_rows(step_rows(figures))}\n\n"
+        "Our own cost without a network, in µs, and what of it each part of a step of 300 layers takes:"
+        f"\n\n{_of_rows(call_rows(figures))}"
     )
 
 

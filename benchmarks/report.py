@@ -28,6 +28,21 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def show(rows: Sequence[Sequence[object]]) -> None:
+    """Print a table as soon as it is there, and an empty line."""
+    print(table(rows), end="\n\n", flush=True)
+
+
+def pyplot() -> Any:
+    """Matplotlib's, drawing into files; imported here, for a table needs none."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def write(name: str, figures: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write ``figures`` with what they were measured on to ``results/NAME.json``; return its path.
 

@@ -417,13 +417,13 @@ def show(figures: dict[str, Any]) -> None:
                 row = sizes[size]
                 cells = [1e3 * row[str(n)] if str(n) in row else "-" for n in numbers]
                 rows.append([scheme, int(size) // 1024, *cells])
-        print(report.table(rows), end="\n\n")
+        report.show(rows)
     show_fits(figures["fits"])
     rows = [["one core, ns an element", "compress", "decompress, a payload", "add", "bytes sent"]]
     for name, each in figures["work"].items():
         times = (1e9 * each[key] for key in ("encode", "decode", "add"))
         rows.append([name, *times, each["nbytes"]])
-    print(report.table(rows), end="\n\n")
+    report.show(rows)
     show_many(figures["many ranks"], figures["stated"])
 
 
@@ -440,7 +440,7 @@ def show_fits(lines: dict[str, dict[str, dict[str, float]]]) -> None:
             shares = [f"{row[key]:.1%}" for key in ("mean error", "worst error")]
             line = [1e3 * row["fixed"], 1e6 * row["alpha"], f"{row['rate']:.0%}"]
             rows.append([scheme, network, *line, *counts, *shares])
-    print(report.table(rows), end="\n\n")
+    report.show(rows)
 
 
 def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
@@ -456,14 +456,14 @@ def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
             rows.append([name, *(f"{c['network ms']:,.0f} + {c['one core ms']:,.0f}" for c in cells)])
         for title, kinds in (("fastest that there is", THERE), ("fastest of all", THERE + COULD_BE)):
             rows.append([title, *(_fastest(each["ms"], kinds) for each in by_rate.values())])
-        print(report.table(rows), end="\n\n")
+        report.show(rows)
         rows = [["slower than fp16's ring from so many ranks on (network alone)", *by_rate]]
         for name in next(iter(by_rate.values()))["loses from"]:
             cells = [each["loses from"][name] for each in by_rate.values()]
             rows.append(
                 [name, *(f"{_ranks(c['in all'])} ({_ranks(c['network alone'])})" for c in cells)]
             )
-        print(report.table(rows), end="\n\n")
+        report.show(rows)
 
 
 def _fastest(milliseconds: dict[str, dict[str, float]], kinds: Sequence[str]) -> str:
@@ -501,11 +501,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 def plot(figures: dict[str, Any], path: Path) -> None:
     """Left: measured against the model; right: a step's communication up to 1,024 ranks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5))
     _plot_fits(left, figures)
     work = {name: Work(**each) for name, each in figures["work"].items()}

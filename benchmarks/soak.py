@@ -9,8 +9,9 @@ Every 100 steps the ranks compare the bits of all their parameters.
     sudo -E python benchmarks/soak.py --quick       # seconds; no bars, no file
     sudo -E python benchmarks/soak.py --check       # exit code 1 if a bar is missed
 
-Ctrl-C ends the run and reports what there is. Where others use the machine meanwhile, `--shared` leaves
-the files and interfaces that they make out of the count of what was left behind.
+Ctrl-C ends the run and reports what there is; the file is written if that is enough to judge the
+memory. Where others use the machine meanwhile, `--shared` leaves the files and interfaces that they
+make out of the count of what was left behind.
 """
 
 from __future__ import annotations
@@ -442,7 +443,11 @@ def main() -> int:
         return int(bool(seen.status or left or figures["differing at"] or not figures["comparisons"]))
     bad = missed(figures)
     print("\n".join(bad) if bad else "all bars met")
-    print(f"written: {report.write('soak', {**figures, 'missed': bad}, options.out)}")
+    shortest = min((row["minutes"] for row in figures["ranks"]), default=0.0)
+    if seen.interrupted and shortest < SHORTEST_MINUTES:
+        print("stopped early: no file has changed")
+    else:
+        print(f"written: {report.write('soak', {**figures, 'missed': bad}, options.out)}")
     if seen.interrupted:
         return 130
     return int(bool(bad) and options.check)

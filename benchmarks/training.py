@@ -87,7 +87,9 @@ MODELS = {
     # At the preset's rate of 10 dense training, too, gets stuck from some seeds.
     "lstm": Model("lstm-sotu", 300, 20, 0.4, ("--eval-examples", "400", "--lr", "5"), slow_at=SLOW),
     "mlp": Model("mlp-fashion", 468, 36, 0.25, slow_at=SLOW),
-    "resnet": Model("resnet-fashion", 468, 52, 0.15),
+    # Without clipping, where dense training ends depends on chance: of seeds 5, 7, 11 and 12 (none of
+    # which is reported) 78.2, 81.8, 84.6 and 80.0 %; the last three with clipping 85.2, 85.2, 85.6 %.
+    "resnet": Model("resnet-fashion", 468, 52, 0.15, ("--clip", "1")),
     "transformer": Model("transformer-sotu", 300, 20, 0.25, ("--eval-examples", "400")),
     "digits": Model("mlp-digits", 40, 8, 0.1, launches=1),
 }

@@ -17,7 +17,6 @@ Three questions:
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import cells
 import report
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.distributions import Norm
@@ -276,58 +276,34 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """All three tables."""
+    """All three tables; each is printed when it is there."""
+    torch.set_num_threads(1)
     numel, steps, count = (300_000, 2, 2) if quick else (25_000_000, 100, 6)
     densities = DENSITIES[1:2] if quick else DENSITIES
     recipes = dict(list(RECIPES.items())[:1]) if quick else RECIPES
     taken = {name: gradients(recipe, steps, count) for name, recipe in recipes.items()}
-    return {
-        "numel": numel,
-        "bits": BITS,
-        "block": BLOCK,
-        "positions": {f"{density:g}": positions(numel, density) for density in densities},
-        "variance": {name: variances(found) for name, found in taken.items()},
-        "huffman": {
-            f"{name}, {row}": coded(found, spec)
-            for name, found in taken.items()
-            for row, spec in HUFFMAN.items()
-        },
+    spread = {name: variances(found) for name, found in taken.items()}
+    show(f"variance over energy, {BITS} bits, blocks of {BLOCK}", spread, turned=True)
+    bits = {f"{density:g}": positions(numel, density) for density in densities}
+    show(f"top-k of {numel:,}: bits a position at density", bits)
+    huffman = {
+        f"{name}, {row}": coded(found, spec)
+        for name, found in taken.items()
+        for row, spec in HUFFMAN.items()
     }
+    show(f"Huffman, {BITS} bits: bits an element, variance over energy", huffman)
+    sizes = {"numel": numel, "bits": BITS, "block": BLOCK}
+    return {**sizes, "positions": bits, "variance": spread, "huffman": huffman}
 
 
-def show(figures: dict[str, Any]) -> None:
-    """Print the tables."""
-    titles = {
-        "positions": f"top-k of {figures['numel']:,}: bits a position at density",
-        "variance": f"variance over energy, {BITS} bits, blocks of {BLOCK}",
-        "huffman": f"Huffman, {BITS} bits: bits an element, variance over energy",
-    }
-    for key, title in titles.items():
-        rows = figures[key]
-        columns = list(next(iter(rows.values())))
-        lines = [[name, *(row[column] for column in columns)] for name, row in rows.items()]
-        table = [[title, *columns], *lines]
-        if key == "variance":  # many schemes, few models
-            table = [list(line) for line in zip(*table, strict=True)]
-        print(report.table(table), end="\n\n")
-
-
-def main() -> int:
-    """Run all, print, write; the exit code says whether a bar was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    figures = measure(options.quick)
-    show(figures)
-    found = []
-    if not options.quick:
-        found = missed(figures)
-        print("\n".join(found) if found else "all bars met")
-        print(f"written: {report.write('wire', {**figures, 'missed': found})}")
-    return int(bool(found) and options.check)
+def show(title: str, rows: dict[str, Any], turned: bool = False) -> None:
+    """Print a table; where there are many columns and few rows, the other way round."""
+    columns = list(next(iter(rows.values())))
+    table = [[title, *columns], *([name, *row.values()] for name, row in rows.items())]
+    if turned:
+        table = [list(line) for line in zip(*table, strict=True)]
+    report.show(table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cells.tables(__doc__, "wire", measure, missed))

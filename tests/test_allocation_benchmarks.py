@@ -86,6 +86,18 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
         bucket_costs.read(path)
 
 
+@pytest.mark.parametrize(
+    ("rows", "plans"), [("", 0), ("1,2,3\n", 0), ("1,2,3\n1,2,4\n2,", 1), ("1,2,3\n1,2,4\n2,3,4\n", 2)]
+)
+def test_the_plans_of_a_run_that_was_stopped_are_those_of_whole_rows(
+    tmp_path: Path, rows: str, plans: int
+) -> None:
+    path = tmp_path / "rows.csv"
+    assert bucket_costs.plans_of(path) == 0
+    path.write_text(f"plan,seconds,bucket 0\n{rows}" if rows else "")
+    assert bucket_costs.plans_of(path) == plans
+
+
 def test_only_settled_steps_of_random_plans_are_recorded(tmp_path: Path) -> None:
     from hvd_adaptive.planning import StepFacts
 

@@ -1,4 +1,4 @@
-"""The benchmarks of whole trainings: which cells are chosen, what is derived from them, a real run."""
+"""The benchmarks: which cells of trainings are chosen, what is derived from them, real runs, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import options
+import overhead
 import plots
 import priority
 import training
@@ -354,3 +356,83 @@ def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(tmp_path: Pa
     assert again.stdout.strip() == ""
     hosts = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert "hva-bench-" not in hosts
+
+
+# ------------------------------------------------------------------------------------------ Ctrl-C
+
+
+def interrupted(script: str, *words: str, at: str) -> tuple[int, str]:
+    """Run a benchmark, send it and what it has started a Ctrl-C when it prints ``at``."""
+    job = subprocess.Popen(
+        [sys.executable, "-u", str(BENCHMARKS / f"{script}.py"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    shown = []
+    for line in job.stdout:
+        shown.append(line)
+        if at in line:
+            os.killpg(job.pid, signal.SIGINT)
+            break
+    rest, _ = job.communicate(timeout=60)
+    return job.returncode, "".join(shown) + rest
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
+def test_after_a_ctrl_c_overhead_keeps_what_it_has_and_goes_on_from_there(tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    words = ["--only", "calls of none,few large layers", "--out", str(out)]
+    status, shown = interrupted("overhead", *words, at="few large layers ...")
+    assert status == 130
+    assert "stopped; what was measured is kept" in shown
+    assert "Traceback" not in shown
+    found = json.loads(out.read_text())
+    assert (list(found["calls"]), found["steps"]) == (["none"], {})
+    cost = found["calls"]["none"]
+    assert sum(cost["parts"].values()) == pytest.approx(cost["300 layers"])
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    again = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "overhead.py"), "--only", "calls of none", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "calls of none ..." not in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
+def test_the_quick_overhead_runs_to_its_end_and_writes_no_file() -> None:
+    before = (BENCHMARKS / "results" / "overhead.json").read_bytes()
+    command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(name in done.stdout for name in (*overhead.MODELS, "telemetry"))
+    assert (BENCHMARKS / "results" / "overhead.json").read_bytes() == before
+
+
+def test_an_overhead_above_its_bar_is_missed_and_what_is_not_measured_is_not() -> None:
+    part = dict.fromkeys(overhead.PARTS, 300.0)
+    calls = {"topk": {"layer": 3.0, "bucket": 40.0, "300 layers": 900.0, "parts": part}}
+    step = {"milliseconds": {"topk 1 %": 10.0}, "ratio": {"none": 1.04}}
+    slow = {"ranks": 2, "steps": {"300 small layers": step}, "calls": calls}
+    assert overhead.missed(slow) == [
+        "300 small layers: none takes 1.040 x stock Horovod's step",
+        "the calls of topk are 9.0% of the step",
+    ]
+    assert overhead.missed({"ranks": 2, "steps": {}, "calls": calls}) == []
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_ends_a_benchmark_of_tables_without_a_traceback() -> None:
+    status, shown = interrupted("wire", at="variance over energy")
+    assert status == 130
+    assert "stopped; the tables above are what was measured" in shown
+    assert "Traceback" not in shown
