@@ -39,7 +39,9 @@ def steps(cells: Mapping[str, Any], path: Path) -> bool:
     alone = tables.step_of(cells, MODEL, ALONE, RATE)
     found = {name: tables.step_of(cells, MODEL, name, RATE) for name in tables.names(cells, 2, "steps")}
     bars = {
-        name: tables.parts_of(step, alone) for name, step in found.items() if step and name != ALONE
+        name: tables.parts_of(step, tables.ratio(cells, MODEL, RATE, name, ALONE))
+        for name, step in found.items()
+        if step and name != ALONE
     }
     if not bars or alone is None:
         return False

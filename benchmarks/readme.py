@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import report
+
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- results: begin (made by benchmarks/readme.py) -->", "<!-- results: end -->"
@@ -24,11 +26,11 @@ def load(name: str) -> dict[str, Any]:
 
 def source(name: str, figures: dict[str, Any]) -> str:
     """Which command made them, where and when."""
-    machine = figures["machine"]
-    return (
-        f"`python benchmarks/{name}.py`, {machine['date']}, {machine['cores']} cores {machine['cpu']}, "
-        f"torch {machine['torch']}."
-    )
+    return f"{_command(name, figures)}, {report.place(figures['machine'])}."
+
+
+def _command(name: str, figures: dict[str, Any]) -> str:
+    return f"`python benchmarks/{name}.py`, {figures['machine']['date']}"
 
 
 def table(heading: list[str], rows: list[list[str]]) -> str:
@@ -386,13 +388,22 @@ def adaptive() -> str:
 
 def training() -> str:
     """Step time and time to accuracy on shaped networks."""
-    from training_tables import BARS_RATE, courses_rows, missed, names, rates_rows, steps_rows
+    from training_tables import (
+        BARS_RATE,
+        courses_rows,
+        missed,
+        names,
+        places_rows,
+        rates_rows,
+        steps_rows,
+    )
 
     figures = load("training")
     cells = figures["cells"]
     steps = [steps_rows(cells, model, BARS_RATE) for model in names(cells, 1, "steps")]
     courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
-    tables = [_of_rows(rows) for rows in [*steps, rates_rows(cells), *courses] if len(rows) > 1]
+    found = [places_rows(cells), *steps, rates_rows(cells), *courses]
+    tables = [_of_rows(rows) for rows in found if len(rows) > 1]
     return (
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
         "stock Horovod with ring allreduce and started by `hva.init()`, its best settings here; of "
@@ -401,7 +412,7 @@ def training() -> str:
         "step at that rate; where the first steps are dense they cost what those of `none` do. A "
         "planner's steps are counted as the settled ones are, though `gravac` sends more while it "
         "searches. Kimad's seconds are its own clock's. `-`: not known. "
-        f"{source('training', figures)}\n\n"
+        f"{_command('training', figures)}, on these machines:\n\n"
         + "\n\n".join(tables)
         + "\n\n![What a step consists of](benchmarks/results/training_steps.png)\n\n"
         + "![What training reaches, and when](benchmarks/results/training_accuracy.png)\n\n"
@@ -417,6 +428,8 @@ def _of_rows(rows: list[list[object]]) -> str:
 
 def scaling() -> str:
     """The model of the collectives, and what it says of 1,024 ranks."""
+    from scaling import to_build_next
+
     figures = load("scaling")
     fits = [
         [
@@ -445,6 +458,7 @@ def scaling() -> str:
         f"{1e6 * stated['alpha']:.0f} µs a message as stated, nothing hidden behind computing). "
         "`two-shot` and `hierarchical` do not exist yet; they compress twice.",
         *(_far(model, rates) for model, rates in figures["many ranks"].items()),
+        to_build_next(figures["many ranks"]),
         _missed(figures),
     ]
     return "\n\n".join(parts)

@@ -72,6 +72,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def place(machine: Mapping[str, object]) -> str:
+    """What of a machine must be equal for seconds to be comparable, in words."""
+    return f"{machine['cores']} cores {machine['cpu']}, torch {machine['torch']}"
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

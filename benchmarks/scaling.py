@@ -464,6 +464,29 @@ def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
                 [name, *(f"{_ranks(c['in all'])} ({_ranks(c['network alone'])})" for c in cells)]
             )
         report.show(rows)
+    print(to_build_next(many))
+
+
+def to_build_next(many: dict[str, Any]) -> str:
+    """What the tables of many ranks say of schemes that do not exist yet."""
+    kinds = ("allgather", *COULD_BE)
+    cells = [each["ms"] for by_rate in many.values() for each in by_rate.values()]
+    payloads = [name.removesuffix(kinds[0]) for name in cells[0] if name.endswith(kinds[0])]
+    wins: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for milliseconds in cells:
+        for payload in payloads:
+            kind = _fastest(milliseconds, [payload + kind for kind in kinds]).removeprefix(payload)
+            wins[kind].append(payload.removesuffix(", "))
+    counts = [
+        f"`{kind}` in {len(won)}" + (f" ({'; '.join(dict.fromkeys(won))})" if won else "")
+        for kind, won in wins.items()
+    ]
+    best = max(wins, key=lambda kind: len(wins[kind]))
+    verdict = "nothing has to be built" if best == kinds[0] else f"`{best}` is to be built next"
+    return (
+        f"Of the ways in which such payloads can meet, the fastest at {FAR:,} ranks, of "
+        f"{len(cells) * len(payloads)} cases, is {', '.join(counts)}: {verdict}."
+    )
 
 
 def _fastest(milliseconds: dict[str, dict[str, float]], kinds: Sequence[str]) -> str:

@@ -50,9 +50,11 @@ def courses_of(cells: Cells, model: str, method: str, rate: str = "") -> dict[st
 
 
 def ratio(cells: Cells, model: str, rate: str, method: str, other: str) -> float:
-    """A method's median step in those of another; NaN where one is not measured."""
+    """A method's median step in those of another; NaN unless both were measured on one machine."""
     one, two = (step_of(cells, model, each, rate) for each in (method, other))
-    return float(one["median"] / two["median"]) if one and two else math.nan
+    if not (one and two and one.get("place") == two.get("place")):
+        return math.nan
+    return float(one["median"] / two["median"])
 
 
 def metric(course: Mapping[str, Any]) -> str:
@@ -142,19 +144,19 @@ def seconds_of_steps(
     cells: Cells, model: str, method: str, rate: str, steps: float, warmup: int
 ) -> float:
     """So many median steps, of which the first ``warmup`` are dense; NaN where one is not measured."""
-    step, dense = step_of(cells, model, method, rate), step_of(cells, model, "none", rate)
+    step = step_of(cells, model, method, rate)
     first = min(steps, warmup)
-    if step is None or (first and dense is None):
+    if step is None:
         return math.nan
-    slow = first * float(dense["median"]) if dense else 0.0
-    return slow + (steps - first) * float(step["median"])
+    dense = first * ratio(cells, model, rate, "none", method) if first else 0.0
+    return float(step["median"]) * (dense + steps - first)
 
 
 # --- tables -------------------------------------------------------------------------------------------
 
 
 def names(cells: Cells, position: int, kind: str = "") -> list[str]:
-    """Models (1) or methods (2) of the stored cells, in the order in which they were stored."""
+    """Kinds (0), models (1) or methods (2) of the stored cells, in the order of these."""
     parts = [key.split("/") for key in cells]
     return list(dict.fromkeys(each[position] for each in parts if not kind or each[0] == kind))
 
@@ -166,13 +168,34 @@ def show(cells: Cells) -> str:
     """All tables, as text."""
     steps = [steps_rows(cells, model, rate) for model in names(cells, 1, "steps") for rate in RATES]
     courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
-    found = [*steps, rates_rows(cells), *courses]
+    found = [places_rows(cells), *steps, rates_rows(cells), *courses]
     return "\n\n".join(report.table(rows) for rows in found if len(rows) > 1)
+
+
+def places_rows(cells: Cells) -> Rows:
+    """Which models' cells were measured on which machine, and which methods if not all are."""
+    places = dict.fromkeys(str(each.get("place", "?")) for each in cells.values())
+    kinds = names(cells, 0)
+    rows: Rows = [["measured on", *kinds]]
+    for place in places:
+        here = {key: each for key, each in cells.items() if each.get("place", "?") == place}
+        rows.append([place, *(_measured_in(here, cells, kind) for kind in kinds)])
+    return rows
+
+
+def _measured_in(here: Cells, cells: Cells, kind: str) -> str:
+    """Models, with their methods where not all of these are here."""
+    parts = []
+    for model in names(here, 1, kind):
+        start = f"{kind}/{model}/"
+        mine, everyone = ({key for key in some if key.startswith(start)} for some in (here, cells))
+        methods = dict.fromkeys(key.split("/")[2] for key in here if key in mine)
+        parts.append(model if mine == everyone else f"{model} ({', '.join(methods)})")
+    return ", ".join(parts) or "-"
 
 
 def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
     """What a step costs with each method: the heading, and a row each."""
-    alone = step_of(cells, model, ALONE, rate)
     heading: list[object] = ["step", "x alone", "samples/s", *TITLES, "bytes sent", "smaller by"]
     rows: Rows = [[f"{model}, {rate}", *heading]]
     if rate not in _measured_rates(cells, model):
@@ -181,13 +204,13 @@ def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
         step = step_of(cells, model, method, rate)
         if step is None:
             continue
-        times = parts_of(step, alone)
+        times = parts_of(step, ratio(cells, model, rate, method, ALONE))
         sent = payload_of(method, step)
         rows.append(
             [
                 method,
                 _milliseconds(step["median"]),
-                _number(step["median"] / alone["median"] if alone else math.nan, "{:.2f}"),
+                _number(ratio(cells, model, rate, method, ALONE), "{:.2f}"),
                 _number(step["samples_per_step"] / step["median"], "{:.0f}"),
                 *(_milliseconds(times[name]) for name in PARTS),
                 _number(sent, "{:,.0f}"),
@@ -225,20 +248,19 @@ PARTS = ("compute", "compress", "communicate", "decompress")
 TITLES = ("compute", "compress", "waiting", "decompress")
 
 
-def parts_of(step: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, float]:
+def parts_of(step: Mapping[str, Any], of_alone: float) -> dict[str, float]:
     """Of a step, seconds in each of :data:`PARTS`, scaled from the mean step to the median one.
 
-    Horovod's own optimizer does not tell: its waiting is what it takes longer than ``alone``.
+    Horovod's own optimizer does not tell: its waiting is what it takes longer than ``alone``, which it
+    takes ``of_alone`` times; NaN where that is not known.
     """
     costs = step.get("costs")
     if costs is not None and costs["communicate"] is not None:
         scale = step["median"] / costs["total"]
         return {name: costs[name] * scale for name in PARTS}
-    parts = dict.fromkeys(PARTS, math.nan)
-    if alone is not None:
-        parts["compute"] = alone["median"]
-        parts["communicate"] = step["median"] - alone["median"]
-    return parts
+    computing = step["median"] / of_alone
+    unknown = dict.fromkeys(PARTS, math.nan)
+    return {**unknown, "compute": computing, "communicate": step["median"] - computing}
 
 
 def payload_of(method: str, step: Mapping[str, Any]) -> float:

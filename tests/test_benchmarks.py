@@ -221,10 +221,9 @@ def test_perplexity_is_better_the_lower() -> None:
 
 
 def test_horovods_own_waiting_is_what_it_takes_longer_than_alone() -> None:
-    alone = CELLS["steps/mlp/alone"]
-    stock = tables.parts_of(CELLS["steps/mlp/stock-fp16/200mbit"], alone)
+    stock = tables.parts_of(CELLS["steps/mlp/stock-fp16/200mbit"], 10.0)
     assert (stock["compute"], stock["communicate"]) == pytest.approx((0.1, 0.9))
-    own = tables.parts_of(CELLS["steps/mlp/topk/200mbit"], alone)
+    own = tables.parts_of(CELLS["steps/mlp/topk/200mbit"], 2.0)
     assert own["communicate"] == pytest.approx(0.1 * 0.2 / 0.4)
 
 
@@ -248,6 +247,24 @@ def test_steps_at_several_rates_stand_side_by_side() -> None:
         ["mlp, none", "-", "2,000 ms (20.00)", "-", "-"],
         ["mlp, topk", "-", "200 ms (2.00)", "150 ms (1.50)", "-"],
     ]
+
+
+def test_steps_of_two_machines_are_not_compared() -> None:
+    here = {key: {"place": "here", **each} for key, each in CELLS.items()}
+    assert tables.places_rows(here) == [["measured on", "steps", "course"], ["here", "mlp", "mlp"]]
+    topk = "steps/mlp/topk/200mbit"
+    mixed = {**here, topk: {**here[topk], "place": "there"}}
+    assert tables.places_rows(mixed)[1:] == [
+        ["here", "mlp (alone, stock-fp32, stock-fp16, none)", "mlp"],
+        ["there", "mlp (topk)", "-"],
+    ]
+    assert math.isnan(tables.ratio(mixed, "mlp", "200mbit", "topk", "alone"))
+    assert tables.steps_rows(mixed, "mlp", "200mbit")[-1][:3] == ["topk", "200 ms", "-"]
+    # its first steps would be those of another machine
+    assert math.isnan(tables.seconds_to_target(mixed, "mlp", "topk", "200mbit"))
+    slower, faster = ({"place": "here", "median": each} for each in (2.0, 1.0))
+    assert training.fastest(faster, slower)["median"] == 1.0
+    assert training.fastest({**faster, "place": "there"}, slower) == {**slower, "launches": 1}
 
 
 def test_what_is_not_measured_has_not_met_its_bar() -> None:

@@ -100,6 +100,22 @@ def test_a_core_decodes_every_rank_s_payload_or_the_slices_of_two() -> None:
     assert model.Method(work, "hierarchical").busy(1024, 1e6) == pytest.approx(1e6 * (4e-9 + 64e-10))
 
 
+def test_what_wins_most_often_is_to_be_built_next() -> None:
+    def case(**totals: float) -> dict[str, object]:
+        named = {f"top-k, {kind}".replace("_", "-"): total for kind, total in totals.items()}
+        times = {name: {"network ms": total - 1, "one core ms": 1.0} for name, total in named.items()}
+        # what is summed anyway does not compete
+        return {"ms": {**times, "fp16, allreduce": {"network ms": 0.1, "one core ms": 0.1}}}
+
+    gathers = case(allgather=3.0, two_shot=5.0, hierarchical=4.0)
+    shoots = case(allgather=3.0, two_shot=2.0, hierarchical=4.0)
+    text = scaling.to_build_next({"1 M": {"slow": shoots, "fast": shoots}, "2 M": {"slow": gathers}})
+    assert "3 cases" in text
+    assert "`allgather` in 1 (top-k), `two-shot` in 2 (top-k), `hierarchical` in 0" in text
+    assert text.endswith("`two-shot` is to be built next.")
+    assert scaling.to_build_next({"1 M": {"slow": gathers}}).endswith("nothing has to be built.")
+
+
 def test_every_bucket_costs_its_own_messages() -> None:
     line = model.Line(1e-3, 1e-5, 0.0)
     powersgd = model.Method(model.Work(0.1, 0.0, 0.0), "allreduce", operations=2)
