@@ -141,7 +141,7 @@ show_help() {
 # tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
 # tells the others (see train.py --help), so that all of them end together.
 # Called by traps only, which shellcheck does not see.
-# shellcheck disable=SC2317
+# shellcheck disable=SC2317,SC2329
 tell_ranks() {
     local process rank told='' started=''
     for process in $(descendants "$job"); do
