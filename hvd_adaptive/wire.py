@@ -42,10 +42,10 @@ VERSION = 3
 HEADER = struct.Struct("<HBBIII")
 HEADER_BYTES = HEADER.size
 
-RICE_BLOCK = 256
-RICE_BITS = 6
+CODE_BLOCK = 256
+HEAD_BITS = 6
 """Before each block: five of the parameter, and one that names the code."""
-RICE_PARAMETER, TEUHOLA = 31, 32
+HEAD_PARAMETER, HEAD_TEUHOLA = 31, 32
 """Of these bits those of the parameter, and the one of Teuhola's code."""
 VALUE_BLOCK = 256
 MAX_SCALE = float(torch.finfo(torch.float32).max) / 127 * (1 - 2.0**-23)
@@ -93,7 +93,7 @@ class Damage(enum.IntEnum):
     overlong = 2
     count = 3
     format = 4
-    rice = 5
+    parameter = 5
     run = 6
     index = 7
     length = 8
@@ -113,7 +113,7 @@ _DAMAGE_TEXT = {
     Damage.overlong: "a varint is longer than its number needs, or than 63 bits",
     Damage.count: "more values than the layer has elements, or values beside a nonfinite mark",
     Damage.format: "the values are not in the expected format, or in none that there is",
-    Damage.rice: "a Rice parameter is beyond the size of the layer",
+    Damage.parameter: "a code's parameter is beyond the size of the layer",
     Damage.run: "a gap is longer than the layer",
     Damage.index: "an index is past the end of the layer",
     Damage.length: "the index stream is not as long as its length says",
@@ -195,7 +195,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     rest = numel - count
     # (rest / count) / 2^r + r is least where 2^r <= rest / count < 2^(r + 1)
     r = max(0, (rest // count).bit_length() - 1)
-    bits = (rest >> r) + count * (r + 1) + RICE_BITS * -(-count // RICE_BLOCK)
+    bits = (rest >> r) + count * (r + 1) + HEAD_BITS * -(-count // CODE_BLOCK)
     return sparse_bytes(count, bits, values)
 
 
@@ -204,7 +204,7 @@ def sparse_bytes(count: int, index_bits: int, values: ValueFormat) -> int:
 
     Args:
         count: values sent.
-        index_bits: of the stream, its Rice parameters included.
+        index_bits: of the stream, its codes included.
         values: how they travel.
 
     Example:

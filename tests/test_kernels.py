@@ -942,7 +942,7 @@ DAMAGED = {
         write_varint(1 << 4 | 5 << 1) + b"\x01\x40" + ONE,
         write_varint(7 << 1),
     ],
-    "a Rice parameter": [layer_bytes(1, FP32, stream_of("101000 1 00000"), ONE)],
+    "a code's parameter": [layer_bytes(1, FP32, stream_of("101000 1 00000"), ONE)],
     "a gap is longer": [
         layer_bytes(1, FP32, stream_of("000000") + bytes(40), ONE),
         layer_bytes(2, FP32, stream_of("000000 1") + bytes(30), ONE * 2),

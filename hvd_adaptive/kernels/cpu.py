@@ -81,12 +81,12 @@ from hvd_adaptive.kernels.reference import (
     errors_from_spectrum,
 )
 from hvd_adaptive.wire import (
+    CODE_BLOCK,
+    HEAD_BITS,
+    HEAD_PARAMETER,
+    HEAD_TEUHOLA,
     MAX_SCALE,
     MAX_VARINT_BYTES,
-    RICE_BITS,
-    RICE_BLOCK,
-    RICE_PARAMETER,
-    TEUHOLA,
     VALUE_BLOCK,
     Damage,
     ValueFormat,
@@ -134,7 +134,7 @@ FP32, FP16, BF16, INT8, SIGN = (int(value) for value in ValueFormat)
 TOPK, THRESHOLD, DGC, REDSYNC = (int(rule) for rule in Rule)
 NEAR, FAR = STRIDES
 
-TRUNCATED, OVERLONG, COUNT, FORMAT, RICE, RUN, INDEX, LENGTH, PADDING, VALUE, TRAILING = (
+TRUNCATED, OVERLONG, COUNT, FORMAT, PARAMETER, RUN, INDEX, LENGTH, PADDING, VALUE, TRAILING = (
     int(damage) for damage in Damage if damage
 )
 
@@ -559,8 +559,8 @@ def _sparse_bound(numel, count, value_format):
         return 1
     rest = numel - count
     r = max(0, _bit_length(rest // count) - 1)
-    blocks = (count + RICE_BLOCK - 1) // RICE_BLOCK
-    index_bytes = ((rest >> r) + count * (r + 1) + RICE_BITS * blocks + 7) // 8
+    blocks = (count + CODE_BLOCK - 1) // CODE_BLOCK
+    index_bytes = ((rest >> r) + count * (r + 1) + HEAD_BITS * blocks + 7) // 8
     return (
         _varint_bytes(count << 4)
         + _varint_bytes(index_bytes)
@@ -570,12 +570,12 @@ def _sparse_bound(numel, count, value_format):
 
 
 @_kernel
-def _choose_rice(indices, count, parameters):
+def _choose_codes(indices, count, heads):
     """What every block of gaps begins with; returns the bits of the whole stream."""
     bits = 0
     previous = -1
-    for start in range(0, count, RICE_BLOCK):
-        size = min(RICE_BLOCK, count - start)
+    for start in range(0, count, CODE_BLOCK):
+        size = min(CODE_BLOCK, count - start)
         total = int64(indices[start + size - 1]) - previous - size
         middle = max(1, _bit_length(total // size) - 1)
         # quotient sums for middle - 1, middle and middle + 1
@@ -599,25 +599,25 @@ def _choose_rice(indices, count, parameters):
             gap = int64(indices[i] - indices[i - 1] - int32(1))
             logs += whole_log2(uint64(gap + (int64(1) << r)))
         if 2 * logs + size * (1 - r) < cost:
-            best, cost = r | TEUHOLA, 2 * logs + size * (1 - r)
-        parameters[start // RICE_BLOCK] = best
-        bits += RICE_BITS + cost
+            best, cost = r | HEAD_TEUHOLA, 2 * logs + size * (1 - r)
+        heads[start // CODE_BLOCK] = best
+        bits += HEAD_BITS + cost
         previous = int64(indices[start + size - 1])
     return bits
 
 
 @_kernel
-def _put_rice(out, indices, count, parameters):
+def _put_positions(out, indices, count, heads):
     """Write the index stream; whole 8-byte words are stored, so SLACK bytes past it are touched."""
     word, fill = uint64(0), int64(0)
     previous = int64(-1)
-    for start in range(0, count, RICE_BLOCK):
-        head = int64(parameters[start // RICE_BLOCK])
+    for start in range(0, count, CODE_BLOCK):
+        head = int64(heads[start // CODE_BLOCK])
         word |= uint64(head) << uint64(fill)
-        fill += RICE_BITS
-        r = head & RICE_PARAMETER
+        fill += HEAD_BITS
+        r = head & HEAD_PARAMETER
         width, mask = r, (int64(1) << r) - 1
-        for i in range(start, min(start + RICE_BLOCK, count)):
+        for i in range(start, min(start + CODE_BLOCK, count)):
             store_u64(out, word)
             out += fill >> 3
             word >>= uint64(fill & ~7)
@@ -626,7 +626,7 @@ def _put_rice(out, indices, count, parameters):
             gap = index - previous - 1
             previous = index
             zeros = gap >> r
-            if head >= TEUHOLA:
+            if head >= HEAD_TEUHOLA:
                 gap += mask + 1
                 width = whole_log2(uint64(gap))
                 zeros = width - r
@@ -761,14 +761,14 @@ def _put_values(out, values, count, value_format):
 
 
 @_kernel
-def _encode(out, indices, values, count, value_format, parameters):
+def _encode(out, indices, values, count, value_format, heads):
     """Write one layer and leave in its values what rounding left out. Returns (energy, address)."""
     out = _put_varint(out, (count << 4) | (value_format << 1 if count else 0))
     if count == 0:
         return 0.0, out
-    index_bytes = (_choose_rice(indices, count, parameters) + 7) >> 3
+    index_bytes = (_choose_codes(indices, count, heads) + 7) >> 3
     out = _put_varint(out, index_bytes)
-    out = _put_rice(out, indices, count, parameters)
+    out = _put_positions(out, indices, count, heads)
     return _put_values(out, values, count, value_format)
 
 
@@ -808,13 +808,13 @@ def _kept_sizes(offsets: bytes, counts: bytes, value_format: int, rule: int) -> 
 @_kernel
 def _compress_layer(x, g, n, k, rule, floor, value_format, out, stats, spectrum, work):
     """One layer, from the gradient to the payload; returns the address after it."""
-    _, indices, values, parameters = work
+    _, indices, values, heads = work
     energy, finite, count = _take(x, g, n, k, rule, floor, work)
     if not finite:
         stats[:] = 0.0
         stats[3] = 1.0
         return _put_varint(out, int64(1))
-    sent, out = _encode(out, indices, values, count, value_format, parameters)
+    sent, out = _encode(out, indices, values, count, value_format, heads)
     _store(x, n, indices, values, count, spectrum)
     stats[0], stats[1], stats[2], stats[3] = energy, sent, float(count), 0.0
     return out
@@ -858,7 +858,7 @@ def _note_sent(end, offsets, indices, values, count, value_format, stats):
 
 
 class _Room:
-    """Of indices and values of up to so many elements, and a parameter for each block of them.
+    """Of indices and values of up to so many elements, and a byte for each block of them.
 
     Room for the most that was ever sent would grow for long while plans vary, as if it leaked.
     """
@@ -868,8 +868,8 @@ class _Room:
 
     @staticmethod
     def _make(count: int) -> tuple[npt.NDArray[np.generic], ...]:
-        parameters = np.empty(count // RICE_BLOCK + 1, np.uint8)
-        return np.empty(count, np.int32), np.empty(count, np.float32), parameters
+        heads = np.empty(count // CODE_BLOCK + 1, np.uint8)
+        return np.empty(count, np.int32), np.empty(count, np.float32), heads
 
     def of(self, count: int) -> tuple[npt.NDArray[np.generic], ...]:
         if count > KEPT:
@@ -888,7 +888,7 @@ class _Work(threading.local):
         self._candidates, self._decoded = _Room(), _Room()
 
     def arrays(self, candidates: int) -> tuple[npt.NDArray[np.generic], ...]:
-        """For compressing: bins, candidates, and Rice parameters."""
+        """For compressing: bins, candidates, and what blocks of positions begin with."""
         return (self.hist, *self._candidates.of(candidates))
 
     def decoded(self, count: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
@@ -1008,13 +1008,13 @@ def _next_index(position, end, n, i, bit, index, head, word, left):
 
     ``head`` is what the block begins with; ``word`` holds the stream from ``bit`` on, ``left`` bits.
     """
-    if i % RICE_BLOCK == 0:
-        head = int64(_window(position, bit, end) & uint64(RICE_PARAMETER | TEUHOLA))
-        bit += RICE_BITS
+    if i % CODE_BLOCK == 0:
+        head = int64(_window(position, bit, end) & uint64(HEAD_PARAMETER | HEAD_TEUHOLA))
+        bit += HEAD_BITS
         left = int64(0)
-        if head & RICE_PARAMETER > _bit_length(n):
-            return RICE, bit, index, head, word, left
-    r, grows = head & RICE_PARAMETER, head >= TEUHOLA
+        if head & HEAD_PARAMETER > _bit_length(n):
+            return PARAMETER, bit, index, head, word, left
+    r, grows = head & HEAD_PARAMETER, head >= HEAD_TEUHOLA
     zeros, skipped = int64(trailing_zeros(word)), int64(0)
     if zeros + 1 + r + (zeros if grows else 0) > left:
         damage, bit, skipped = _skip_zeros(position, bit, end, _most_zeros(n, head))
@@ -1036,12 +1036,12 @@ def _next_index(position, end, n, i, bit, index, head, word, left):
 @_kernel
 def _most_zeros(n, head):
     """The zeros before the one of the longest gap that n elements have room for, or somewhat more."""
-    r = head & RICE_PARAMETER
-    return _bit_length(n + (int64(1) << r)) - 1 - r if head >= TEUHOLA else n >> r
+    r = head & HEAD_PARAMETER
+    return _bit_length(n + (int64(1) << r)) - 1 - r if head >= HEAD_TEUHOLA else n >> r
 
 
 @_kernel
-def _check_rice_end(position, end, bit):
+def _check_positions_end(position, end, bit):
     """(damage, address) of a stream in [position, end) whose last index ends before a bit."""
     if bit > 8 * (end - position):
         return TRUNCATED, end
@@ -1053,13 +1053,13 @@ def _check_rice_end(position, end, bit):
 
 
 @_kernel
-def _get_rice(position, end, n, indices, count):
+def _get_positions(position, end, n, indices, count):
     """Decode count indices below n from the stream in [position, end); returns (damage, address)."""
-    return _get_rice_rest(position, end, n, indices, 0, count, int64(0), int64(-1), int64(0))
+    return _get_positions_rest(position, end, n, indices, 0, count, int64(0), int64(-1), int64(0))
 
 
 @_kernel
-def _get_rice_rest(position, end, n, indices, start, count, bit, index, head):
+def _get_positions_rest(position, end, n, indices, start, count, bit, index, head):
     """The same from index number ``start`` on; ``bit``, ``index`` and ``head`` are those before it."""
     word, left = uint64(0), int64(0)
     for i in range(start, count):
@@ -1069,7 +1069,7 @@ def _get_rice_rest(position, end, n, indices, start, count, bit, index, head):
         if damage:
             return damage, position + (bit >> 3)
         indices[i] = int32(index)
-    return _check_rice_end(position, end, bit)
+    return _check_positions_end(position, end, bit)
 
 
 @_inlined
@@ -1078,7 +1078,7 @@ def _quick_index(position, n, bit, index, head):
 
     At least 8 bytes of the stream are there from ``bit`` on.
     """
-    r, grows = head & RICE_PARAMETER, -(head >> 5)  # all bits or none
+    r, grows = head & HEAD_PARAMETER, -(head >> 5)  # all bits or none
     word = load_u64(position + (bit >> 3)) >> uint64(bit & 7)
     zeros = int64(trailing_zeros(word))
     width = r + (zeros & grows)
@@ -1090,7 +1090,7 @@ def _quick_index(position, n, bit, index, head):
 
 
 @_kernel
-def _get_rice_pair(positions, ends, n, indices, counts):
+def _get_positions_pair(positions, ends, n, indices, counts):
     """Decode counts[j] indices below n from the stream in [positions[j], ends[j]), j being 0 and 1.
 
     Returns whether both streams are sound. They are decoded in lock step: to decode an index, the
@@ -1113,7 +1113,7 @@ def _get_rice_pair(positions, ends, n, indices, counts):
             return False
         one[i], other[i] = int32(index), int32(index2)
         i += 1
-        block = min(both, (i + RICE_BLOCK - 1) // RICE_BLOCK * RICE_BLOCK)
+        block = min(both, (i + CODE_BLOCK - 1) // CODE_BLOCK * CODE_BLOCK)
         while i < block and bit <= last and bit2 <= last2:
             fine, next_bit, next_index = _quick_index(here, n, bit, index, head)
             fine2, next_bit2, next_index2 = _quick_index(there, n, bit2, index2, head2)
@@ -1122,8 +1122,8 @@ def _get_rice_pair(positions, ends, n, indices, counts):
             bit, index, bit2, index2 = next_bit, next_index, next_bit2, next_index2
             one[i], other[i] = int32(index), int32(index2)
             i += 1
-    damage, _ = _get_rice_rest(here, ends[0], n, one, both, counts[0], bit, index, head)
-    damage2, _ = _get_rice_rest(there, ends[1], n, other, both, counts[1], bit2, index2, head2)
+    damage, _ = _get_positions_rest(here, ends[0], n, one, both, counts[0], bit, index, head)
+    damage2, _ = _get_positions_rest(there, ends[1], n, other, both, counts[1], bit2, index2, head2)
     return damage == 0 and damage2 == 0
 
 
@@ -1235,7 +1235,7 @@ def _decode_layer(position, end, n, expected, indices, values):
     damage, position, count, value_format, index_bytes = _read_head(position, end, n, expected)
     if damage or count <= 0:
         return damage, position, count
-    damage, position = _get_rice(position, position + index_bytes, n, indices, count)
+    damage, position = _get_positions(position, position + index_bytes, n, indices, count)
     if damage == 0:
         damage, position = _read_values(position, values, count, value_format)
     return damage, position, count
@@ -1253,7 +1253,7 @@ def _decode_pair(starts, ends, n, expected, indices, values, counts):
         middles[j] = firsts[j] + size
         if damage or counts[j] <= 0:
             return False
-    if not _get_rice_pair(firsts, middles, n, indices, counts):
+    if not _get_positions_pair(firsts, middles, n, indices, counts):
         return False
     for j in range(2):
         damage, firsts[j] = _read_values(middles[j], values[j], counts[j], hows[j])
@@ -1275,7 +1275,7 @@ def _read_but_positions(position, end, n, expected, indices, values):
         return damage, position, middle, middle, count
     damage, after = _read_values(middle, values, count, value_format)
     if damage:  # that of the positions is reported first
-        found, where = _get_rice(position, middle, n, indices, count)
+        found, where = _get_positions(position, middle, n, indices, count)
         damage, position = (found, where) if found else (damage, after)
     return damage, position, middle, after, count
 
@@ -1313,7 +1313,7 @@ def _add_at_positions(position, end, out, n, count, scale, indices, values):
             done += 1
     where = position + (bit >> 3)
     if damage == 0:
-        damage, where = _check_rice_end(position, end, bit)
+        damage, where = _check_positions_end(position, end, bit)
     if damage:
         for i in range(done):
             store_f32(out + 4 * int64(indices[i]), values[i])
@@ -1618,7 +1618,7 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
         stats[:] = 0.0
         stats[3] = 1.0
         return 0, position, _put_varint(out, int64(1)), count
-    _, indices, values, parameters = work
+    _, indices, values, heads = work
     old, one = int64(old_values.ctypes.data), np.float32(1)
     energy, _, kept = _take(old, 0, count, min(k, count), rule, floor, work)
     for i in range(kept):
@@ -1628,7 +1628,7 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
         return damage, where, out, count
     for i in range(kept):
         indices[i] = old_indices[indices[i]]
-    sent, out = _encode(out, indices, values, kept, how, parameters)
+    sent, out = _encode(out, indices, values, kept, how, heads)
     target = carray(float32_pointer(x), n)
     for i in range(kept):
         target[indices[i]] += values[i]
@@ -1822,7 +1822,7 @@ def moments(x: Tensor) -> npt.NDArray[np.float64]:
 @_kernel
 def _fill_position_bits(x, n, counts, order, table, work):
     """Select the most, thin them out from count to count, and measure what is left."""
-    _, indices, values, parameters = work
+    _, indices, values, heads = work
     _, finite, left = _take(x, 0, n, min(n, counts[order[0]]), TOPK, 1, work)
     if not finite:
         return
@@ -1832,7 +1832,7 @@ def _fill_position_bits(x, n, counts, order, table, work):
                 _trim(indices, values, left, counts[row])
             left = counts[row]
         table[row, 0] = left
-        table[row, 1] = _choose_rice(indices, left, parameters)
+        table[row, 1] = _choose_codes(indices, left, heads)
 
 
 def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

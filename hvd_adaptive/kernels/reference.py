@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.wire import (
+    CODE_BLOCK,
+    HEAD_BITS,
+    HEAD_PARAMETER,
+    HEAD_TEUHOLA,
     MAX_NUMEL,
     MAX_SCALE,
     MAX_VARINT_BYTES,
-    RICE_BITS,
-    RICE_BLOCK,
-    RICE_PARAMETER,
-    TEUHOLA,
     VALUE_BLOCK,
     Damage,
     ValueFormat,
@@ -349,7 +349,7 @@ def _bit_length(x: Tensor) -> Tensor:
     return torch.bucketize(x, powers, right=True)
 
 
-def _rice_parameters(gaps: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def _heads(gaps: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """What each row of gaps begins with, and its bits: the cheapest of four codes."""
     middle = (_bit_length(gaps.sum(1) // sizes) - 1).clamp(min=1)
     candidates = torch.stack([middle - 1, middle, middle + 1], dim=1)
@@ -357,29 +357,29 @@ def _rice_parameters(gaps: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     cost = quotients + sizes.unsqueeze(1) * (candidates + 1)
     r = (_bit_length(gaps + 1) - 1).sum(1) // sizes
     lengths = (_bit_length(gaps + (1 << r).unsqueeze(1)) - 1 - r.unsqueeze(1)).sum(1)
-    candidates = torch.cat([candidates, (r | TEUHOLA).unsqueeze(1)], dim=1)
+    candidates = torch.cat([candidates, (r | HEAD_TEUHOLA).unsqueeze(1)], dim=1)
     cost = torch.cat([cost, (2 * lengths + sizes * (1 + r)).unsqueeze(1)], dim=1)
     best = cost.cpu().numpy().argmin(1)  # the first of equals, which torch does not promise
     chosen = torch.from_numpy(best).to(gaps.device).unsqueeze(1)
-    return candidates.gather(1, chosen).squeeze(1), cost.gather(1, chosen).squeeze(1) + RICE_BITS
+    return candidates.gather(1, chosen).squeeze(1), cost.gather(1, chosen).squeeze(1) + HEAD_BITS
 
 
 def _gap_blocks(indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gaps between rising int64 indices: all, in one row a block, and how many are in each row."""
     device = indices.device
     gaps = torch.diff(indices, prepend=torch.full((1,), -1, device=device)) - 1
-    rows = _blocks(gaps, RICE_BLOCK)
-    starts = RICE_BLOCK * torch.arange(len(rows), device=device)
-    return gaps, rows, (gaps.numel() - starts).clamp(max=RICE_BLOCK)
+    rows = _blocks(gaps, CODE_BLOCK)
+    starts = CODE_BLOCK * torch.arange(len(rows), device=device)
+    return gaps, rows, (gaps.numel() - starts).clamp(max=CODE_BLOCK)
 
 
-def _codes(gaps: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _codes(gaps: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each gap: the zeros before the one, how many low bits come after it, and these bits."""
-    r = parameters & RICE_PARAMETER
+    r = heads & HEAD_PARAMETER
     more = gaps + (1 << r)
-    widths = torch.where(parameters >= TEUHOLA, _bit_length(more) - 1, r)
-    zeros = torch.where(parameters >= TEUHOLA, widths - r, gaps >> r)
-    lows = torch.where(parameters >= TEUHOLA, more, gaps) & ((1 << widths) - 1)
+    widths = torch.where(heads >= HEAD_TEUHOLA, _bit_length(more) - 1, r)
+    zeros = torch.where(heads >= HEAD_TEUHOLA, widths - r, gaps >> r)
+    lows = torch.where(heads >= HEAD_TEUHOLA, more, gaps) & ((1 << widths) - 1)
     return zeros, widths, lows
 
 
@@ -387,15 +387,15 @@ def _index_stream(indices: Tensor) -> Tensor:
     """The coded gaps of rising int64 indices, as bytes."""
     device = indices.device
     gaps, rows, sizes = _gap_blocks(indices)
-    parameters, lengths = _rice_parameters(rows, sizes)
+    heads, lengths = _heads(rows, sizes)
     starts = torch.cumsum(lengths, 0) - lengths
     bits = torch.zeros(-(-int(lengths.sum()) // 8) * 8, dtype=torch.uint8, device=device)
-    for bit in range(RICE_BITS):
-        bits[starts + bit] = ((parameters >> bit) & 1).to(torch.uint8)
+    for bit in range(HEAD_BITS):
+        bits[starts + bit] = ((heads >> bit) & 1).to(torch.uint8)
 
-    zeros, widths, lows = _codes(gaps, parameters.repeat_interleave(sizes))
-    ends = torch.cumsum(zeros + 1 + widths, 0) + RICE_BITS * (
-        torch.arange(len(gaps), device=device) // RICE_BLOCK + 1
+    zeros, widths, lows = _codes(gaps, heads.repeat_interleave(sizes))
+    ends = torch.cumsum(zeros + 1 + widths, 0) + HEAD_BITS * (
+        torch.arange(len(gaps), device=device) // CODE_BLOCK + 1
     )
     ones = ends - widths - 1
     bits[ones] = 1
@@ -649,12 +649,12 @@ def _read_indices(stream: bytes, start: int, numel: int, count: int) -> list[int
     size, bit, index, r, grows, most = 8 * len(stream), 0, -1, 0, False, 0
     indices = []
     for i in range(count):
-        if i % RICE_BLOCK == 0:
+        if i % CODE_BLOCK == 0:
             head = _window(stream, bit)
-            r, grows = head & RICE_PARAMETER, bool(head & TEUHOLA)
-            bit += RICE_BITS
+            r, grows = head & HEAD_PARAMETER, bool(head & HEAD_TEUHOLA)
+            bit += HEAD_BITS
             if r > numel.bit_length():
-                raise _FoundError(Damage.rice, start + (bit >> 3))
+                raise _FoundError(Damage.parameter, start + (bit >> 3))
             most = (numel + (1 << r)).bit_length() - 1 - r if grows else numel >> r
         window = _window(stream, bit)
         quotient = 0
@@ -1169,5 +1169,5 @@ def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.in
     for row, count in zip(table, counts.tolist(), strict=True):
         indices = _select(x.view(-1), count, Rule.topk, 1)
         _, blocks, sizes = _gap_blocks(indices)
-        row[:] = len(indices), int(_rice_parameters(blocks, sizes)[1].sum())
+        row[:] = len(indices), int(_heads(blocks, sizes)[1].sum())
     return table
