@@ -420,6 +420,25 @@ def training() -> str:
     )
 
 
+def elsewhere() -> str:
+    """Some of the steps on another machine."""
+    from training_tables import BARS_RATE, missed_steps, names, rates_rows, steps_rows
+
+    figures = load("training_elsewhere")
+    cells = figures["cells"]
+    steps = [steps_rows(cells, model, BARS_RATE) for model in names(cells, 1, "steps")]
+    tables = [_of_rows(rows) for rows in [*steps, rates_rows(cells)] if len(rows) > 1]
+    return (
+        "Some of these steps on another machine, whose cores and memory divide the work differently. "
+        f"`python benchmarks/training.py --out benchmarks/results/training_elsewhere.json`, with "
+        f"`--only` and the cells of these tables, {figures['machine']['date']}, "
+        f"{report.place(figures['machine'])}.\n\n"
+        + "\n\n".join(tables)
+        + "\n\n"
+        + _missed({"missed": missed_steps(cells)})
+    )
+
+
 def _of_rows(rows: list[list[object]]) -> str:
     """A table of a heading and rows as benchmarks print them."""
     heading, *lines = [[str(cell) for cell in row] for row in rows]
@@ -523,6 +542,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bandwidth_trace": bandwidth,
     "adaptive": adaptive,
     "training": training,
+    "training_elsewhere": elsewhere,
     "overhead": overhead,
     "priority": priority,
     "scaling": scaling,
