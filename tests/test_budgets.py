@@ -283,6 +283,19 @@ def test_a_trace_by_hand() -> None:
     assert report["ideal"] == 0
 
 
+@pytest.mark.parametrize("gain", [0.1, 0.9])
+def test_the_level_that_nobody_chose_is_left_once_a_gain_is_known(gain: float) -> None:
+    budget = Throughput(theta_min=10, epsilon=0.7).budget(4)
+    assert not budget.urgent
+    budget.observe(StepFacts(0, gains={10.0: gain, 20.0: gain}))
+    assert budget.urgent  # also for dense gradients
+    restored = Throughput(theta_min=10, epsilon=0.7).budget(4)
+    restored.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    assert restored.urgent
+    budget.allow(table())
+    assert not budget.urgent
+
+
 def test_the_exact_order_decides_with_the_gains_of_the_step_itself() -> None:
     options = Throughput(theta_min=10, window=100, exact=True)
     budget = options.budget(100)  # no smoothing

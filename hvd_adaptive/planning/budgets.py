@@ -426,7 +426,8 @@ class ThroughputBudget(Budget):
         """The last step whose gains were told."""
         self._throughputs: dict[float, float] = {}
         self._counts: dict[float, int] = {}
-        self._granted = 1.0
+        self._granted: float | None = None
+        """None until the first plan: till then layers do what nobody has chosen."""
         self._told = self.factors
         first = {Need.GAINS_FIRST} if options.exact else set()
         self.needs = frozenset({Need.GAINS, *first})
@@ -449,7 +450,9 @@ class ThroughputBudget(Budget):
 
     @property
     def urgent(self) -> bool:
-        """Whether the factor has changed, or those whose gains are wanted."""
+        """Whether the factor has changed, or whose gains are wanted; not before a gain is known."""
+        if self._measured is None:
+            return False
         return self.factor != self._granted or self.factors != self._told
 
     def _gain(self, theta: float) -> float:
@@ -492,8 +495,9 @@ class ThroughputBudget(Budget):
 
     def allow(self, table: Table) -> Allowance:
         """The error and bytes of the factor that is wanted now."""
-        self._granted, self._told = self.factor, self.factors
-        return Allowance.like(table, table.at_factor(self._granted))
+        granted = self.factor
+        self._granted, self._told = granted, self.factors
+        return Allowance.like(table, table.at_factor(granted))
 
     def report(self) -> dict[str, float]:
         """Factors, gains and throughputs."""
@@ -527,7 +531,7 @@ class ThroughputBudget(Budget):
         self._measured = None if state["measured"] is None else int(state["measured"])
         self._counts = {float(theta): int(count) for theta, count in state["counts"]}
         self._throughputs = {float(theta): float(speed) for theta, speed in state["throughputs"]}
-        self._granted = float(state["granted"])
+        self._granted = None if state["granted"] is None else float(state["granted"])
 
 
 def _smooth(averages: dict[float, float], theta: float, value: float, weight: float) -> None:
