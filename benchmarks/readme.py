@@ -388,30 +388,20 @@ def adaptive() -> str:
 
 def training() -> str:
     """Step time and time to accuracy on shaped networks."""
-    from training_tables import (
-        BARS_RATE,
-        courses_rows,
-        missed,
-        names,
-        places_rows,
-        rates_rows,
-        steps_rows,
-    )
+    from training_tables import missed, places_rows
 
     figures = load("training")
     cells = figures["cells"]
-    steps = [steps_rows(cells, model, BARS_RATE) for model in names(cells, 1, "steps")]
-    courses = [courses_rows(cells, model) for model in names(cells, 1, "course")]
-    found = [places_rows(cells), *steps, rates_rows(cells), *courses]
-    tables = [_of_rows(rows) for rows in found if len(rows) > 1]
+    tables = [_of_rows(places_rows(cells)), *_training_tables(cells)]
     return (
         f"Step time on {figures['hosts']} hosts with shaped links; `alone`: no communication at all; "
         "stock Horovod with ring allreduce and started by `hva.init()`, its best settings here; of "
         "quick steps the fastest of two launches or more. Seconds to the target (what stock fp32 ends "
         "with, less half a point, or plus 1 % of perplexity): steps to the target, times the median "
         "step at that rate; where the first steps are dense they cost what those of `none` do. A "
-        "planner's steps are counted as the settled ones are, though `gravac` sends more while it "
-        "searches. Kimad's seconds are its own clock's. `-`: not known. "
+        "planner's steps are counted as the settled ones are, but `gravac` goes up and down, at times "
+        "to dense gradients: its step is that of the course's mean payload, between those of `topk` "
+        "and of `none`. Kimad's seconds are its own clock's. `-`: not known. "
         f"{_command('training', figures)}, on these machines:\n\n"
         + "\n\n".join(tables)
         + "\n\n![What a step consists of](benchmarks/results/training_steps.png)\n\n"
@@ -421,22 +411,33 @@ def training() -> str:
 
 
 def elsewhere() -> str:
-    """Some of the steps on another machine."""
-    from training_tables import BARS_RATE, missed_steps, names, rates_rows, steps_rows
+    """Some of the steps on another machine, and what they make of the courses."""
+    from training_tables import missed
 
     figures = load("training_elsewhere")
-    cells = figures["cells"]
-    steps = [steps_rows(cells, model, BARS_RATE) for model in names(cells, 1, "steps")]
-    tables = [_of_rows(rows) for rows in [*steps, rates_rows(cells)] if len(rows) > 1]
+    place = report.place(figures["machine"])
+    courses = {
+        key: each for key, each in load("training")["cells"].items() if key.startswith("course/")
+    }
+    cells = {**courses, **figures["cells"]}
     return (
-        "Some of these steps on another machine, whose cores and memory divide the work differently. "
-        f"`python benchmarks/training.py --out benchmarks/results/training_elsewhere.json`, with "
-        f"`--only` and the cells of these tables, {figures['machine']['date']}, "
-        f"{report.place(figures['machine'])}.\n\n"
-        + "\n\n".join(tables)
+        "Some of these steps on another machine, and the same courses with its steps. "
+        f"{_command('training', figures)}, with `--out benchmarks/results/training_elsewhere.json` and "
+        f"the cells of these tables as `--only`, {place}.\n\n"
+        + "\n\n".join(_training_tables(cells))
         + "\n\n"
-        + _missed({"missed": missed_steps(cells)})
+        + _missed({"missed": missed(cells)})
     )
+
+
+def _training_tables(cells: dict[str, Any]) -> list[str]:
+    """Steps at the rate of the bars and at all rates, and courses, of the models with steps."""
+    from training_tables import BARS_RATE, courses_rows, names, rates_rows, steps_rows
+
+    models = names(cells, 1, "steps")
+    steps = [steps_rows(cells, model, BARS_RATE) for model in models]
+    courses = [courses_rows(cells, model) for model in models]
+    return [_of_rows(rows) for rows in [*steps, rates_rows(cells), *courses] if len(rows) > 1]
 
 
 def _of_rows(rows: list[list[object]]) -> str:

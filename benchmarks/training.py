@@ -22,7 +22,8 @@ What they reach after so many steps does not depend on the network, so they are 
     seconds to target = steps to target x median step at that rate
 
 where the steps of the dense warm-up that a method may begin with cost what those of ``none`` cost.
-A planner's steps count as those that it settles at: too little for one that sends more at first.
+A planner's steps count as those that it settles at. GraVAC's never settle: its mean payload in the
+course counts, between the steps of ``topk`` and of ``none``.
 Dense gradients learn as those of stock fp32, also in fp16, and have no courses of their own. The
 target is what stock fp32 ends with, less half a point of accuracy or plus 1 % of perplexity, and it is
 the mean over the seeds that has to reach it. Kimad's course does depend on the rate: it is run on the
@@ -342,7 +343,8 @@ class Bench:
 
 def _course(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("steps", "train_loss", "held_out", "evaluations")
-    return {"warmup": cell.warmup} | {name: result[name] for name in kept}
+    payload = {"payload_bytes": result["costs"]["payload_bytes"]}  # mean, less the first five steps
+    return {"warmup": cell.warmup, **payload} | {name: result[name] for name in kept}
 
 
 def _steps(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:

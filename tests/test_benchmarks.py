@@ -195,6 +195,21 @@ def test_seconds_to_target_are_steps_to_target_at_their_median() -> None:
     assert math.isnan(seconds["qsgd"])
 
 
+def test_a_course_that_goes_up_and_down_takes_what_its_mean_payload_takes() -> None:
+    dense = {**CELLS["steps/mlp/none/200mbit"]["costs"], "payload_bytes": 1050.0}
+    searched = {**course({10: 0.86, 20: 0.86}), "payload_bytes": 300.0}
+    cells = {
+        **CELLS,
+        "steps/mlp/none/200mbit": {**step(2.2), "costs": dense},
+        "steps/mlp/gravac/200mbit": step(0.001),  # of its last steps: no measure of the course
+        "course/mlp/gravac/0": searched,
+    }
+    # a quarter of the way from topk's 50 bytes and 0.2 s to 1,050 bytes and 2.2 s
+    assert tables.seconds_to_target(cells, "mlp", "gravac", "200mbit") == pytest.approx(10 * 0.7)
+    del searched["payload_bytes"]
+    assert math.isnan(tables.seconds_to_target(cells, "mlp", "gravac", "200mbit"))
+
+
 def test_the_target_is_reached_by_the_mean_over_the_seeds() -> None:
     cells = {
         "course/mlp/stock-fp32/0": course({10: 0.8, 20: 0.9}),
