@@ -417,7 +417,10 @@ def elsewhere() -> str:
     figures = load("training_elsewhere")
     place = report.place(figures["machine"])
     courses = {
-        key: each for key, each in load("training")["cells"].items() if key.startswith("course/")
+        key: each
+        for key, each in load("training")["cells"].items()
+        # with a rate its own clock counts, which is that of its machine
+        if key.startswith("course/") and (key.count("/") == 3 or each["place"] == place)
     }
     cells = {**courses, **figures["cells"]}
     return (
