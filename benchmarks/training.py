@@ -386,11 +386,11 @@ def missing(chosen: Sequence[Cell], done: Mapping[str, Any]) -> list[Cell]:
 
 def load(path: Path) -> dict[str, Any]:
     """The cells that a file holds, without those that were measured with other settings."""
-    found = json.loads(path.read_text()) if path.exists() else {"cells": {}}
+    found: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
     settings = {cell.key: setting(cell) for cell in cells()}
     return {
         key: figures
-        for key, figures in found["cells"].items()
+        for key, figures in found.items()
         if key in settings and figures.get("setting", settings[key]) == settings[key]
     }
 

@@ -222,13 +222,14 @@ def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
         step = step_of(cells, model, method, rate)
         if step is None:
             continue
-        times = parts_of(step, ratio(cells, model, rate, method, ALONE))
+        of_alone = ratio(cells, model, rate, method, ALONE)
+        times = parts_of(step, of_alone)
         sent = payload_of(method, step)
         rows.append(
             [
                 method,
                 _milliseconds(step["median"]),
-                _number(ratio(cells, model, rate, method, ALONE), "{:.2f}"),
+                _number(of_alone, "{:.2f}"),
                 _number(step["samples_per_step"] / step["median"], "{:.0f}"),
                 *(_milliseconds(times[name]) for name in PARTS),
                 _number(sent, "{:,.0f}"),
