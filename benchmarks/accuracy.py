@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--tune", metavar="SPEC", help="score one setting on part of the training set")
     parser.add_argument("--warmup", type=int, default=100, help="of --tune: dense steps at the start")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    parser.add_argument("--check", action="store_true", help="measure nothing; 1 if a bar is missed")
+    parser.add_argument("--check", action="store_true", help=cells.CHECK)
     parser.add_argument("--out", type=Path, default=report.RESULTS / "accuracy.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

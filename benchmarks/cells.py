@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import report
+
+CHECK = "measure nothing; exit with 1 if what the file holds misses a bar"
 
 
 def parser(doc: str | None, cells: Iterable[str], name: str) -> argparse.ArgumentParser:
@@ -23,7 +26,7 @@ def parser(doc: str | None, cells: Iterable[str], name: str) -> argparse.Argumen
     add("--only", default="", help=f"some of {', '.join(cells)}, with commas between")
     add("--redo", action="store_true", help="measure again what the file holds already")
     add("--quick", action="store_true", help="a smoke run on 2 hosts; writes no file")
-    add("--check", action="store_true", help="measure nothing; 1 if a bar is missed")
+    add("--check", action="store_true", help=CHECK)
     add("--out", type=Path, default=report.RESULTS / f"{name}.json")
     return found
 
@@ -52,12 +55,14 @@ def tables(
         missed: the bars that the figures do not meet.
 
     Returns:
-        The exit status: 130 after Ctrl-C, 1 if bars are to be checked and one is missed.
+        The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a bar.
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
-    found.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    found.add_argument("--check", action="store_true", help=CHECK)
     found.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
     options = found.parse_args()
+    if options.check:
+        return check(name, missed)
     try:
         figures = measure(options.quick)
     except KeyboardInterrupt:
@@ -68,7 +73,20 @@ def tables(
     problems = missed(figures)
     print("\n".join(problems) if problems else "all bars met")
     print(f"written: {report.write(name, {**figures, 'missed': problems})}")
-    return int(options.check and bool(problems))
+    return 0
+
+
+def check(
+    name: str, missed: Callable[[dict[str, Any]], list[str]], folder: Path = report.RESULTS
+) -> int:
+    """Compare a file of results with the bars; exit status 1 if one is missed, or nothing measured."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        print(f"nothing to check: {path} is not there; without --check it is measured")
+        return 1
+    problems = missed(json.loads(path.read_text()))
+    print("\n".join(problems) if problems else "all bars met")
+    return int(bool(problems))
 
 
 def complete(

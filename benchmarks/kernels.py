@@ -13,7 +13,7 @@ Six questions:
 Contestants take turns within one run, and ratios are of their fastest turns: the machine may be busy.
 
     python benchmarks/kernels.py            # prints tables, writes results/kernels.json
-    python benchmarks/kernels.py --check    # exit code 1 if a bar is missed
+    python benchmarks/kernels.py --check    # measures nothing; exit code 1 if a bar is missed
     python benchmarks/kernels.py --quick    # small and few, for the tests; no bars, no file
 """
 

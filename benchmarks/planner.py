@@ -5,7 +5,7 @@
 2. The other parts of planning: seconds.
 
     python benchmarks/planner.py            # prints tables, writes results/planner.json
-    python benchmarks/planner.py --check    # exit code 1 if a bar is missed
+    python benchmarks/planner.py --check    # measures nothing; exit code 1 if a bar is missed
     python benchmarks/planner.py --quick    # small and few, for the tests; no bars, no file
 """
 

@@ -200,7 +200,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", help="one case, by name")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    parser.add_argument("--check", action="store_true", help="measure nothing; 1 if a bar is missed")
+    parser.add_argument("--check", action="store_true", help=cells.CHECK)
     parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

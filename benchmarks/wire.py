@@ -11,7 +11,7 @@ Three questions:
    entropy, and the variance that goes with them?
 
     python benchmarks/wire.py            # prints tables, writes results/wire.json
-    python benchmarks/wire.py --check    # exit code 1 if a bar is missed
+    python benchmarks/wire.py --check    # measures nothing; exit code 1 if a bar is missed
     python benchmarks/wire.py --quick    # small and few, for the tests; no bars, no file
 """
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+import cells as benchmark_cells
 import options
 import overhead
 import plots
 import priority
+import report
 import training
 import training_tables as tables
 
@@ -460,6 +462,21 @@ def test_an_overhead_above_its_bar_is_missed_and_what_is_not_measured_is_not() -
         "the calls of topk are 9.0% of the step",
     ]
     assert overhead.missed({"ranks": 2, "steps": {}, "calls": calls}) == []
+
+
+def test_a_check_compares_the_file_with_the_bars_and_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missed(figures: dict[str, Any]) -> list[str]:
+        return [] if figures["r2"] >= 0.9 else [f"r2 is {figures['r2']}"]
+
+    assert benchmark_cells.check("costs", missed, tmp_path) == 1
+    assert "costs.json is not there" in capsys.readouterr().out
+    report.write("costs", {"r2": 0.95}, tmp_path)
+    assert benchmark_cells.check("costs", missed, tmp_path) == 0
+    report.write("costs", {"r2": 0.5}, tmp_path)
+    assert benchmark_cells.check("costs", missed, tmp_path) == 1
+    assert "r2 is 0.5" in capsys.readouterr().out
 
 
 @pytest.mark.slow
