@@ -26,6 +26,7 @@ from torch import Tensor
 from hvd_adaptive import keys, specs
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.kernels import rounding_for
 from hvd_adaptive.kernels.reference import CANCELLED
 from hvd_adaptive.layers import Layer
 
@@ -305,7 +306,7 @@ class _Residuals(Memory):
         if kept.dtype == torch.bfloat16:
             situation = self._situation
             (key,) = keys.layer_keys(situation.seed, situation.rank, step, [-1 - bucket.index])
-            round_at_random_(kept, x, int(key))
+            rounding_for(x.device).round_at_random_(kept, x, int(key))
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Remainder + what was sent - gradient; what that leaves of rounding alone becomes 0."""
@@ -316,31 +317,6 @@ class _Residuals(Memory):
         back = total - grad
         back[back.abs() <= CANCELLED * grad.abs()] = 0.0
         kept.copy_(back)
-
-
-def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
-    """Round float32 ``x`` to bfloat16 ``out`` so that the expectation is ``x``.
-
-    Args:
-        out: bfloat16, 1-D.
-        x: float32, 1-D, finite or not; values beyond bfloat16's range saturate.
-        key: of the random numbers.
-
-    Example:
-        >>> out = torch.empty(10_000, dtype=torch.bfloat16)
-        >>> round_at_random_(out, torch.full((10_000,), 1.001), key=1)
-        >>> sorted(set(out.tolist())), round(out.double().mean().item(), 3)
-        ([1.0, 1.0078125], 1.001)
-    """
-    generator = torch.Generator(x.device).manual_seed(key & (2**63 - 1))
-    limit = torch.finfo(torch.bfloat16).max
-    bits = x.clamp(-limit, limit).view(torch.int32)
-    # the top 16 bits are the bfloat16; a random number below one unit of them carries into it in
-    # proportion to what the lower bits hold, and never past the largest finite, whose lower bits are 0
-    noise = torch.randint(
-        0, 1 << 16, bits.shape, generator=generator, dtype=torch.int32, device=x.device
-    )
-    out.view(torch.int16).copy_((bits + noise) >> 16)
 
 
 # --- EF21 -----------------------------------------------------------------------------------------

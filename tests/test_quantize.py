@@ -335,6 +335,40 @@ def test_the_random_numbers_are_even_and_unrelated() -> None:
         assert abs(np.corrcoef(u, other)[0, 1]) < 5 / 256
 
 
+def rounded(kernels: ModuleType, x: Tensor, key: int = KEY) -> Tensor:
+    out = torch.empty(x.numel(), dtype=torch.bfloat16)
+    kernels.round_at_random_(out, x, key)
+    return out
+
+
+@given(st.lists(st.floats(width=32), max_size=70), st.integers(0, 2**64 - 1))
+@example([math.nan, math.inf, -math.inf, 3.4028235e38, -3.3895314e38, 1e-45, -0.0, 0.0], KEY)
+def test_both_modules_round_to_the_same_bfloat16_next_to_each_value(
+    values: list[float], key: int
+) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    found = rounded(quantize, x, key)
+    assert torch.equal(found.view(torch.int16), rounded(quantize_reference, x, key).view(torch.int16))
+    limit = torch.finfo(torch.bfloat16).max
+    known = ~x.isnan()
+    assert found[~known].isnan().all()
+    bits = x.clamp(-limit, limit)[known].view(torch.int32)
+    towards_zero = (bits >> 16 << 16).view(torch.float32)
+    beyond = ((bits >> 16) + 1 << 16).view(torch.float32)
+    got = found[known].float()
+    assert ((got == towards_zero) | (got == beyond)).all()
+    exact = (bits & 0xFFFF) == 0
+    assert torch.equal(got[exact], towards_zero[exact])
+
+
+@MODULES
+def test_rounding_at_random_is_right_on_average(kernels: ModuleType) -> None:
+    for value in (1.001, -1.001, 1e-30, -257.7):
+        x = torch.full((1 << 16,), value)
+        off = rounded(kernels, x).double().mean().item() / x[0].item() - 1
+        assert abs(off) < 4 * 2**-8 / 2 / 2**8  # of the mean of 2^16 that differ by at most 2^-7
+
+
 def test_natural_sends_powers_of_two() -> None:
     x = gradient(5000)
     for level in (8, 4, 2):

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import ClassVar, Literal, cast
 
 import numpy as np
@@ -33,6 +32,7 @@ from hvd_adaptive.compressors.base import (
     check_input,
 )
 from hvd_adaptive.compressors.levels import LearnedLevels
+from hvd_adaptive.kernels import rounding_for
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire_codes import MAX_BITS, MAX_BLOCK, Book, Norm, Rounding, Rule, Tables
 
@@ -102,7 +102,7 @@ class Quantizer(GatheredCompressor):
         books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
         front = wire_codes.write_books(books if self.rule.carried else [])
         room = reserve + (0 if self.shrinks else len(front))
-        body, stats = _kernels(x).quantize_compress_(
+        body, stats = rounding_for(x.device).quantize_compress_(
             x, offsets, bits, self.rule, tables, grads, keys, room, spectra
         )
         if self.shrinks:
@@ -138,7 +138,8 @@ class Quantizer(GatheredCompressor):
         When a WireError is raised, layers and blocks before the damage may have been added.
         """
         tables, start, body = self._opened(body, [out.numel() for out in outs])
-        marks = _kernels(body).quantize_decompress_add_(body, start, outs, scale, self.rule, tables)
+        kernels = rounding_for(body.device)
+        marks = kernels.quantize_decompress_add_(body, start, outs, scale, self.rule, tables)
         return cast(npt.NDArray[np.uint8], marks).astype(np.bool_)
 
     def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
@@ -179,7 +180,7 @@ class Quantizer(GatheredCompressor):
             error = max(0.0, float(stats.energy[0] - stats.sent[0]))
             return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
         tables = self.tables(bits, state)
-        kernels = _kernels(x)
+        kernels = rounding_for(x.device)
         weights, beyond = kernels.weigh(x, self.rule, squared=True)
         errors, _ = kernels.expected_at(weights, tables, bits)
         return cast(Float64s, errors + beyond)
@@ -208,7 +209,8 @@ class Quantizer(GatheredCompressor):
         if not self.size_varies:
             return super().sizes(x, levels, shape=shape, state=state)
         check_input(x)
-        kernels, bits, numel = _kernels(x), [self._bits(level) for level in levels], x.numel()
+        kernels, numel = rounding_for(x.device), x.numel()
+        bits = [self._bits(level) for level in levels]
         tables = self.tables(bits, state)
         most = [self._packed_body(numel, width, int(tables.alphabets[width])) for width in bits]
         weights, beyond = kernels.weigh(x, self.rule, squared=False)
@@ -253,17 +255,6 @@ class Quantizer(GatheredCompressor):
 def _fresh_state(compressor: Quantizer) -> CodecState | None:
     """What compresses where there is no state: as at the first step."""
     return compressor.new_state()
-
-
-def _kernels(tensor: Tensor) -> ModuleType:
-    """The module with the kernels for the device of ``tensor``."""
-    if tensor.is_cpu:
-        from hvd_adaptive.kernels import quantize
-
-        return quantize
-    from hvd_adaptive.kernels import quantize_reference
-
-    return quantize_reference
 
 
 def _observe(

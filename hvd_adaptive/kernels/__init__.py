@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Protocol, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from hvd_adaptive.kernels.reference import Rule
 from hvd_adaptive.wire import ValueFormat
 
-__all__ = ["Kernels", "Rule", "for_device"]
+__all__ = ["Kernels", "Rule", "for_device", "rounding_for"]
 
 
 class Kernels(Protocol):
@@ -124,3 +125,14 @@ def _of_type(device: str) -> Kernels:
     from hvd_adaptive.kernels import reference
 
     return cast(Kernels, reference)
+
+
+def rounding_for(device: torch.device) -> ModuleType:
+    """The kernels that round, for tensors on ``device``; ``quantize_reference`` documents each."""
+    if device.type == "cpu":
+        from hvd_adaptive.kernels import quantize
+
+        return quantize
+    from hvd_adaptive.kernels import quantize_reference
+
+    return quantize_reference

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, int32, int64, uint8, uint32, uint64
+from numba import carray, int32, int64, uint8, uint16, uint32, uint64
 from torch import Tensor
 
 from hvd_adaptive.kernels.cpu import BINS, INF, MAGNITUDE, SLACK, _count_block, _window
@@ -42,7 +42,9 @@ from hvd_adaptive.kernels.intrinsics import (
 )
 from hvd_adaptive.kernels.quantize_reference import (
     EDGES,
+    LARGEST_BF16,
     LARGEST_NORM,
+    NAN_BF16,
     WEIGHT_BINS,
     WEIGHT_SHIFT,
     check_bits,
@@ -64,7 +66,13 @@ from hvd_adaptive.wire_codes import (
     layer_bytes,
 )
 
-__all__ = ["expected_at", "quantize_compress_", "quantize_decompress_add_", "weigh"]
+__all__ = [
+    "expected_at",
+    "quantize_compress_",
+    "quantize_decompress_add_",
+    "round_at_random_",
+    "weigh",
+]
 
 TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING = (
     int(Damage[name]) for name in ("truncated", "header", "norm", "code", "padding", "trailing")
@@ -197,8 +205,8 @@ def _measure(x, g, n, block, norm, clip, out, work):
 
 
 @_kernel
-def _uniform(i, low, high):
-    """Number i of a stream, one of the 2^24 multiples of 2^-24 in [0, 1): a hash of i and the key.
+def _word(i, low, high):
+    """32 random bits, number i of a stream: a hash of i and the key.
 
     The 32-bit mixer of Wellons ("lowbias32", 2018), with half of the mixed key before and half inside.
     """
@@ -208,8 +216,13 @@ def _uniform(i, low, high):
     h = uint32(h ^ high)
     h = uint32(h ^ (h >> uint32(15)))
     h = uint32(h * uint32(0x846CA68B))
-    h = uint32(h ^ (h >> uint32(16)))
-    return np.float32(int32(h >> uint32(8))) * np.float32(2.0**-24)
+    return uint32(h ^ (h >> uint32(16)))
+
+
+@_kernel
+def _uniform(i, low, high):
+    """Number i of a stream, one of the 2^24 multiples of 2^-24 in [0, 1)."""
+    return np.float32(int32(_word(i, low, high) >> uint32(8))) * np.float32(2.0**-24)
 
 
 @_kernel
@@ -707,6 +720,29 @@ def quantize_decompress_add_(
     return marks
 
 
+# --- two bytes for four --------------------------------------------------------------------------
+
+
+@_kernel
+def _round_at_random(x, n, key, out):
+    """See :func:`round_at_random_`; ``out`` holds the bfloat16s' bits."""
+    low, high = _halves(key)
+    a = carray(float32_pointer(x), n)
+    for i in range(n):
+        word = float_bits(a[i])
+        magnitude = uint32(word & uint32(MAGNITUDE))
+        noise = uint32(_word(uint32(i), low, high) >> uint32(16))
+        total = uint32(min(magnitude, uint32(LARGEST_BF16)) + noise)
+        rounded = uint32(NAN_BF16) if magnitude > uint32(INF) else uint32(total >> uint32(16))
+        out[i] = uint16(rounded | (uint32(word >> uint32(16)) & uint32(0x8000)))
+
+
+def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
+    """See :func:`hvd_adaptive.kernels.quantize_reference.round_at_random_`. Releases the GIL."""
+    bits = out.view(torch.int16).numpy().view(np.uint16)
+    _round_at_random(x.data_ptr(), x.numel(), np.uint64(key), bits)
+
+
 # --- expectations --------------------------------------------------------------------------------
 
 
@@ -806,3 +842,4 @@ def warm() -> None:
     quantize_decompress_add_(body, 0, [torch.zeros(16)], 1.0, rule, tables)
     weights, _ = weigh(x, rule, squared=True)
     expected_at(weights, tables, [2])
+    round_at_random_(x.bfloat16(), x, 1)

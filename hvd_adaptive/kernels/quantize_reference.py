@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.reference import (
     INF,
+    MAGNITUDE,
     check_layers,
     check_outs,
     check_spectra,
@@ -43,6 +44,10 @@ WEIGHT_SHIFT = 13
 """Shares are weighed by their float's exponent and 10 bits of the mantissa."""
 WEIGHT_BINS = (0x3F800000 >> WEIGHT_SHIFT) + 1
 """Bins of the shares in [0, 1]; the last one holds those that are 1."""
+
+LARGEST_BF16 = 0x7F7F0000
+"""Bits of the largest float32 that is a finite bfloat16."""
+NAN_BF16 = 0x7FC0
 
 _WORD = 0xFFFFFFFF
 
@@ -135,6 +140,11 @@ def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor
         >>> uniforms(3, key=1).tolist()
         [0.8843241930007935, 0.660982608795166, 0.4252762794494629]
     """
+    return (_words(numel, key, device) >> 8).float() * 2.0**-24
+
+
+def _words(numel: int, key: int, device: torch.device | None) -> Tensor:
+    """32 random bits each, int64: see :func:`uniforms`."""
     key = mix(key)
     h = torch.arange(numel, device=device) ^ (key & _WORD)
     h = h ^ (h >> 16)
@@ -142,8 +152,32 @@ def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor
     h = h ^ (key >> 32)
     h = h ^ (h >> 15)
     h = (h * 0x846CA68B) & _WORD  # an overflow wraps, and the lower half is right
-    h = h ^ (h >> 16)
-    return (h >> 8).float() * 2.0**-24
+    return h ^ (h >> 16)
+
+
+def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
+    """Round float32 ``x`` to bfloat16 ``out`` so that the expectation is ``x``.
+
+    The upper half of a float32 is the bfloat16 towards zero; 16 random bits, added to the lower half,
+    carry into it as often as that half says. Unbiased, but beyond bfloat16's range, where it saturates.
+
+    Args:
+        out: bfloat16[n].
+        x: float32[n]; a NaN stays one.
+        key: of the random numbers.
+
+    Example:
+        >>> out = torch.empty(10_000, dtype=torch.bfloat16)
+        >>> round_at_random_(out, torch.full((10_000,), 1.001), key=1)
+        >>> sorted(set(out.tolist())), round(out.double().mean().item(), 3)
+        ([1.0, 1.0078125], 1.001)
+    """
+    bits = x.view(torch.int32)
+    magnitudes = bits & MAGNITUDE
+    noise = (_words(x.numel(), key, x.device) >> 16).int()
+    rounded = (magnitudes.clamp(max=LARGEST_BF16) + noise) >> 16
+    rounded = torch.where(magnitudes > INF, NAN_BF16, rounded)
+    out.view(torch.int16).copy_(rounded | ((bits >> 16) & -0x8000))
 
 
 def _shares(rows: Tensor, norms: Tensor) -> Tensor:
