@@ -58,8 +58,9 @@ def tables(
         The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a bar.
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
-    found.add_argument("--check", action="store_true", help=CHECK)
-    found.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    either = found.add_mutually_exclusive_group()
+    either.add_argument("--check", action="store_true", help=CHECK)
+    either.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
     options = found.parse_args()
     if options.check:
         return check(name, missed)
