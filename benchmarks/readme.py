@@ -412,22 +412,24 @@ def training() -> str:
 
 def elsewhere() -> str:
     """Some of the steps on another machine, and what they make of the courses."""
-    from training_tables import missed
+    from training_tables import missed, names
 
     figures = load("training_elsewhere")
     place = report.place(figures["machine"])
-    courses = {
+    cells = {
         key: each
         for key, each in load("training")["cells"].items()
-        # with a rate its own clock counts, which is that of its machine
-        if key.startswith("course/") and (key.count("/") == 3 or each["place"] == place)
+        # a course with a rate is told by its own clock, which is that of its machine
+        if each["place"] == place or (key.startswith("course/") and key.count("/") == 3)
     }
-    cells = {**courses, **figures["cells"]}
+    cells |= figures["cells"]
+    models = names(figures["cells"], 1)
+    shown = {key: each for key, each in cells.items() if key.split("/")[1] in models}
     return (
         "Some of these steps on another machine, and the same courses with its steps. "
         f"{_command('training', figures)}, with `--out benchmarks/results/training_elsewhere.json` and "
         f"the cells of these tables as `--only`, {place}.\n\n"
-        + "\n\n".join(_training_tables(cells))
+        + "\n\n".join(_training_tables(shown))
         + "\n\n"
         + _missed({"missed": missed(cells)})
     )
