@@ -72,7 +72,7 @@ def tables(
     if options.quick:
         return 0
     problems = missed(figures)
-    print("\n".join(problems) if problems else "all bars met")
+    tell(problems)
     print(f"written: {report.write(name, {**figures, 'missed': problems})}")
     return 0
 
@@ -85,8 +85,12 @@ def check(
     if not path.exists():
         print(f"nothing to check: {path} is not there; without --check it is measured")
         return 1
-    problems = missed(json.loads(path.read_text()))
-    print("\n".join(problems) if problems else "all bars met")
+    return tell(missed(json.loads(path.read_text())))
+
+
+def tell(problems: list[str]) -> int:
+    """Print the bars that are missed; the exit status of a program that checks them."""
+    print("\n".join(problems) or "all bars met")
     return int(bool(problems))
 
 

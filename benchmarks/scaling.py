@@ -635,7 +635,7 @@ def main() -> int:
     figures = {**analysed(found, work, os.cpu_count() or 1), "others busy": busy}
     show(figures)
     bad = missed(figures)
-    print("\n".join(bad) if bad else "all bars met")
+    cells.tell(bad)
     print(f"written: {report.write('scaling', {**figures, 'missed': bad}, options.out)}")
     plot(figures, options.out / "scaling.png")
     return 130 if interrupted else 0
