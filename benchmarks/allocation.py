@@ -388,10 +388,9 @@ def missed(figures: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Run all, print, write; the exit code says whether a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help=cells.CHECK)
     parser.add_argument("--only", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    cells.quick_or_check(parser)
     options = parser.parse_args()
     if options.only and options.only not in MODELS:
         parser.error(f"no model {options.only}: there are {', '.join(MODELS)}")

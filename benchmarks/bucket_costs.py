@@ -301,8 +301,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each (%(default)s)")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the recorded rows as CSV")
     parser.add_argument("--logdir", type=Path, metavar="DIR", help="TensorBoard and JSON logs")
-    parser.add_argument("--check", action="store_true", help=cells.CHECK)
-    parser.add_argument("--quick", action="store_true", help="two ranks, few steps; no bar, no file")
+    cells.quick_or_check(parser, "two ranks, few steps; no bar, no file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:

@@ -13,6 +13,23 @@ import report
 CHECK = "measure nothing; exit with 1 if what the file holds misses a bar"
 
 
+def quick_or_check(
+    options: argparse.ArgumentParser,
+    quick: str = "small and few; no bars, no file",
+    check: str = CHECK,
+) -> None:
+    """Add ``--quick`` and ``--check``, not both: a small run is not compared with anything.
+
+    Args:
+        options: of a program.
+        quick: what it says of ``--quick``.
+        check: what it says of ``--check``.
+    """
+    either = options.add_mutually_exclusive_group()
+    either.add_argument("--check", action="store_true", help=check)
+    either.add_argument("--quick", action="store_true", help=quick)
+
+
 def parser(doc: str | None, cells: Iterable[str], name: str) -> argparse.ArgumentParser:
     """The options that all of them have.
 
@@ -25,8 +42,7 @@ def parser(doc: str | None, cells: Iterable[str], name: str) -> argparse.Argumen
     add = found.add_argument
     add("--only", default="", help=f"some of {', '.join(cells)}, with commas between")
     add("--redo", action="store_true", help="measure again what the file holds already")
-    add("--quick", action="store_true", help="a smoke run on 2 hosts; writes no file")
-    add("--check", action="store_true", help=CHECK)
+    quick_or_check(found, "a smoke run on 2 hosts; writes no file")
     add("--out", type=Path, default=report.RESULTS / f"{name}.json")
     return found
 
@@ -58,9 +74,7 @@ def tables(
         The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a bar.
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
-    either = found.add_mutually_exclusive_group()
-    either.add_argument("--check", action="store_true", help=CHECK)
-    either.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    quick_or_check(found)
     options = found.parse_args()
     if options.check:
         return check(name, missed)

@@ -200,8 +200,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", help="one case, by name")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    parser.add_argument("--check", action="store_true", help=cells.CHECK)
-    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    cells.quick_or_check(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = QUICK if options.quick else CASES

@@ -600,8 +600,7 @@ def quick() -> int:
 def main() -> int:
     """Run all, print, write; with --check only compare what was written with the bars."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help=cells.CHECK)
-    parser.add_argument("--quick", action="store_true", help="small and few; no bars, no file")
+    cells.quick_or_check(parser)
     parser.add_argument("--fresh", action="store_true", help="measure all again")
     parser.add_argument(
         "--networks", nargs="*", choices=NETWORKS, default=NETWORKS, help="where to measure (all)"

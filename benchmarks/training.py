@@ -50,6 +50,7 @@ from typing import Any
 import lab
 import report
 import training_tables as tables
+from cells import quick_or_check
 from training_tables import ALONE, DENSE, FP16, SAME, SIGNS, TOPK
 
 HOSTS = 4
@@ -501,11 +502,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="more launches beside those known, of the same code: the fastest counts")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the cells that would be measured")
     parser.add_argument("--show", action="store_true", help="measure nothing, print the tables")
-    parser.add_argument(
-        "--check", action="store_true", help="as --show; exit with 1 if a bar is missed"
+    quick_or_check(
+        parser,
+        "a smoke run with a tiny model on 2 hosts; writes a file only with --out",
+        "as --show; exit with 1 if a bar is missed",
     )
-    parser.add_argument("--quick", action="store_true",
-        help="a smoke run with a tiny model on 2 hosts; writes a file only with --out")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(results/training.json)")
     args = parser.parse_args(arguments)
     if args.quick:

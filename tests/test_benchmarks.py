@@ -65,6 +65,14 @@ def test_a_selection_of_nothing_is_refused(only: str, message: str) -> None:
         training.select(only)
 
 
+def test_a_small_run_is_not_compared_with_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        training.main(["--quick", "--check"])
+    with pytest.raises(SystemExit):
+        benchmark_cells.parser("A benchmark.", [], "adaptive").parse_args(["--check", "--quick"])
+    assert capsys.readouterr().err.count("not allowed with argument") == 2
+
+
 def test_every_cell_is_a_command_line_that_train_py_accepts() -> None:
     for cell in training.cells():
         parsed = options.parse(cell.arguments())
