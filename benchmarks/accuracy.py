@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import cells
+import lab
 import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
@@ -222,7 +223,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def start_ranks(ranks: int, arguments: list[str]) -> int:
     """This script again, as a worker on every rank; its exit code."""
-    command = ["horovodrun", "-np", str(ranks), sys.executable, __file__, *arguments, "--worker"]
+    command = [*lab.horovodrun(ranks), sys.executable, __file__, *arguments, "--worker"]
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env={**os.environ, **settings}, check=False).returncode
 

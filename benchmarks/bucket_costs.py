@@ -213,7 +213,7 @@ def run(options: argparse.Namespace, rows: Path) -> None:
     arguments += ["--logdir", str(options.logdir)] if options.logdir else []
     environment = {**lab.THREADS, **lab.RING, **os.environ}
     if options.quick:
-        command = ["horovodrun", "-np", "2", sys.executable, *arguments]
+        command = [*lab.horovodrun(2), sys.executable, *arguments]
         subprocess.run(command, env=environment, check=True)
         return
     with lab.Lab(HOSTS, RATE) as hosts:

@@ -183,6 +183,21 @@ class Job:
         self._folder.cleanup()
 
 
+def horovodrun(ranks: int) -> list[str]:
+    """What starts ranks on this machine: Horovod's launcher, also if the environment is not active.
+
+    Raises:
+        FileNotFoundError: it is not installed.
+    """
+    beside = Path(sys.executable).with_name("horovodrun")
+    found = str(beside) if beside.exists() else shutil.which("horovodrun")
+    if found is None:
+        raise FileNotFoundError(
+            "horovodrun is neither beside this Python nor in PATH: launch/setup.sh installs it"
+        )
+    return [found, "-np", str(ranks)]
+
+
 def figures_here(ranks: int, script: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Runs a benchmark's script with ``--worker FILE`` on ranks of this machine, under horovodrun.
 
@@ -194,7 +209,7 @@ def figures_here(ranks: int, script: str, arguments: Sequence[str]) -> dict[str,
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        command = ["horovodrun", "-np", str(ranks), sys.executable, script, *arguments]
+        command = [*horovodrun(ranks), sys.executable, script, *arguments]
         command += ["--worker", str(out)]
         done = subprocess.run(
             command, env={**THREADS, **os.environ}, capture_output=True, text=True, check=False

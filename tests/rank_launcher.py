@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from lab import horovodrun
 
 ROOT = Path(__file__).resolve().parents[1]
 DISTRIBUTED = ROOT / "tests" / "distributed"
@@ -208,7 +209,7 @@ def launch(size: int, functions: Sequence[Function], folder: Path, timeout: floa
     """
     (folder / "selected").write_text("\n".join(function.id for function in functions))
     files = dict.fromkeys(str(function.file.relative_to(ROOT)) for function in functions)
-    command = [_horovodrun(), "-np", str(size), sys.executable, "-m", "pytest", "-q"]
+    command = [*horovodrun(size), sys.executable, "-m", "pytest", "-q"]
     # The ranks would write one cache file together.
     command += ["-p", "no:cacheprovider", "--tb=long", *files]
     environment = {
@@ -258,14 +259,6 @@ def warm_kernels() -> None:
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if shown.returncode:
         warnings.warn(f"the kernels could not be warmed:\n{shown.stderr}", stacklevel=2)
-
-
-def _horovodrun() -> str:
-    beside = Path(sys.executable).with_name("horovodrun")
-    found = str(beside) if beside.exists() else shutil.which("horovodrun")
-    if found is None:
-        raise FileNotFoundError("horovodrun is not installed beside this Python nor in PATH")
-    return found
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
