@@ -56,12 +56,16 @@ def test_a_process_that_lives_on_and_a_file_are_found_left_behind(tmp_path: Path
     before = soak.belongings()
     token = "soak-test-5b1d"
     child = subprocess.Popen(
-        ["sh", "-c", "echo; exec sleep 60"],
+        ["cat"],
         env={**os.environ, "HVA_SOAK": token},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    assert child.stdin is not None
     assert child.stdout is not None
-    child.stdout.readline()  # its environment cannot be read before it has begun
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    child.stdout.readline()  # while a program takes the place of another its environment is empty
     try:
         (tmp_path / "tmp" / "forgotten").touch()
         left = soak.left_behind(before, token, tmp_path, shared=True)
