@@ -28,7 +28,7 @@ from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.pilot import Pilot, check_own_levels
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.reducer import Options, Reducer
-from hvd_adaptive.routing import Choice, Spec
+from hvd_adaptive.routing import Choice, Spec, check_dtypes, unfit_dtypes
 from hvd_adaptive.telemetry import Meter, Telemetry
 from hvd_adaptive.transport import Transport
 
@@ -133,6 +133,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
         _check(backward_passes_per_step, op, gradient_predivide_factor)
         named = _named(optimizer, named_parameters)
+        if active:
+            trained = {name: parameter.dtype for name, parameter in named if parameter.requires_grad}
+            check_dtypes(unfit_dtypes(trained))
         choice = Choice.of(_from_horovod(compression), overrides, feedback)
         choice.check_patterns([name for name, _ in named])
         _check_momentum(choice, optimizer)
@@ -253,10 +256,11 @@ class _Methods:
 
     def _synchronize_once(self) -> None:
         if self._synchronized:
+            # Horovod's own sentence first: scripts filter on it
             warnings.warn(
-                "optimizer.step() called after optimizer.synchronize() outside "
-                "optimizer.skip_synchronize(): write 'with optimizer.skip_synchronize(): "
-                "optimizer.step()'. The gradients are not reduced a second time.",
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). The gradients are not reduced a second time. Write "
+                "'with optimizer.skip_synchronize(): optimizer.step()'.",
                 stacklevel=3,
             )
         if not self._synchronized or self._reducer.touched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +19,15 @@ from torch.utils.hooks import RemovableHandle
 from hvd_adaptive import feedback as feedback_rules
 from hvd_adaptive.buckets import Bucket, Route, build_buckets
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
+from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
-from hvd_adaptive.routing import Choice, make_plan
+from hvd_adaptive.routing import Choice, check_dtypes, make_plan, unfit_dtypes
+from hvd_adaptive.transport import JoinedRankError
 
 STATE_FORMAT = 4
 
@@ -98,6 +101,8 @@ class Reducer:
         """Backward passes before a gradient travels."""
         self._remaining: list[int] = []
         self._arrivals: list[int] = []
+        self._grads: dict[int, Tensor] = {}
+        """This step's gradients as they were when they arrived, in whose memory results are formed."""
         self._order: list[str] = []
         self._sparse: frozenset[str] = frozenset()
         self._densified: dict[int, Tensor] = {}
@@ -105,6 +110,8 @@ class Reducer:
         self._frozen: dict[int, None] = {}
         # what was kept of layers whose rule no longer does: residuals are sent with the next gradient
         self._carry: Kept = {}
+        # what of that was sent in this step, by layer index
+        self._carried: dict[int, Tensor] = {}
         # feedback rules that must see all gradients before the first is sent
         self._surveyed: set[str] = set()
         self._learn_next = False
@@ -183,6 +190,7 @@ class Reducer:
         self._remaining[index] = left
         if left:
             return
+        self._keep_gradient(index)
         if self._buckets is None:
             self._arrivals.append(index)
             return
@@ -193,20 +201,43 @@ class Reducer:
         if position == self._next and not self._surveyed and not (self._pilot and self._pilot.exact):
             self._launch_complete(self._buckets)
 
+    def _keep_gradient(self, index: int) -> None:
+        """Hold on to a gradient: until the step ends, ``grad`` may be bound to another tensor."""
+        grad = self._params[index].grad
+        assert grad is not None
+        # an alias, because "grad.data = other" changes the tensor itself; sparse ones are written whole
+        self._grads[index] = grad.detach() if grad.layout == torch.strided else grad
+
     def _begin(self) -> None:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
         self.touched = True
         self._exchange.begin_step(self.rounds)
         self._collect()
         changed = [self._watch(index) for index in range(len(self._params))]
+        self._added = self._added or any(changed)
         if self._control.size != self._laid_out_for:
             # the first step, or an elastic run that has gained or lost ranks
             self._buckets = None
-        else:
-            # A rank that lays out anew alone would wait for the others for ever, and they for it: so
-            # all of them go on as before, and hear at the end of this step that one has changed.
-            wants = self._pilot.wants(self.rounds) if self._pilot else ()
-            self._exchange.vote(self._added or any(changed), self._rate_fell(), *wants)
+
+    def _vote(self) -> list[str]:
+        """Tell all ranks what this one has met in this step, and ask for what rank 0's planner wants.
+
+        A rank that lays out again by itself would wait for the others forever, and they for it: so all
+        of them complete the step as it began, and learn at its end what any of them has met.
+
+        Returns:
+            Layers whose gradients have arrived and have been dropped since.
+        """
+        dropped = [self._names[index] for index in self._grads if self._params[index].grad is None]
+        collect, ready = self._pilot.wants(self.rounds) if self._pilot else (False, False)
+        self._exchange.vote(
+            adapt=self._added,
+            relearn=self._rates_fell(),
+            dropped=bool(dropped),
+            collect=collect,
+            ready=ready,
+        )
+        return dropped
 
     def _collect(self) -> None:
         """Have compressors collect statistics in this step, if it is one that they learn from."""
@@ -220,7 +251,6 @@ class Reducer:
 
     def _learn(self) -> None:
         """Let the first rank make of all ranks' statistics what every rank then uses."""
-        self._learn_next = False
         for learner in self._learners():
             if not learner.collecting:
                 continue
@@ -228,11 +258,12 @@ class Reducer:
             everyone = self._control.allgather(learner.statistics())
             learner.adopt(self._control.decide(functools.partial(learner.fit, everyone)))
 
-    def _rate_fell(self) -> bool:
-        """Whether a learning rate is lower than at the step before."""
+    def _rates_fell(self) -> bool:
+        """Whether a learning rate has fallen since the last step by what some learner calls a fall."""
         before = self._rates
         self._rates = tuple(float(group.get("lr", 0.0)) for group in self.param_groups())
-        return any(now < then for now, then in zip(self._rates, before, strict=False))
+        drop = min((learner.drop for learner in self._learners()), default=math.inf)
+        return any(now < (1.0 - drop) * then for now, then in zip(self._rates, before, strict=False))
 
     def _rate(self, index: int) -> float:
         """The learning rate of a layer; 0 where the optimizer has none."""
@@ -259,10 +290,35 @@ class Reducer:
             self._measure(self._pilot, bucket, grads)
         if self._carry:
             for layer, grad in zip(bucket.layers, grads, strict=True):
-                residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
-                if residual is not None:
-                    grad.add_(residual.view(layer.shape))
+                self._add_carried(layer, grad)
         self._exchange.start(bucket, grads)
+
+    def _add_carried(self, layer: Layer, grad: Tensor) -> None:
+        """Send the residual of a rule that was left together with the gradient.
+
+        What would make the sum over the ranks overflow in the gradient's dtype waits for the next step.
+        """
+        residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
+        if residual is None:
+            return
+        self._carried[layer.index] = residual
+        if layer.dtype != torch.float16:
+            grad.add_(residual.view(layer.shape))
+            return
+        total = grad.float().add_(residual.view(layer.shape))
+        limit = torch.finfo(layer.dtype).max / self._control.size
+        sent = torch.where(total.isfinite(), total.clamp(-limit, limit), total)
+        rest = total - sent
+        grad.copy_(sent)
+        if bool(rest.count_nonzero()):
+            self._carry[layer.name] = {RESIDUAL: rest.view(-1)}
+
+    def _return_carried(self) -> None:
+        """Keep again what was sent with a gradient that was not finite on some rank."""
+        for index, residual in self._carried.items():
+            if not all_finite(self._densified.get(index, self._grads[index])):
+                self._carry[self._names[index]] = {RESIDUAL: residual}
+        self._carried.clear()
 
     def _measure(self, pilot: Pilot, bucket: Bucket, grads: Sequence[Tensor]) -> None:
         """Let the pilot see what is about to be compressed."""
@@ -280,29 +336,34 @@ class Reducer:
     def _dense_grad(self, index: int) -> Tensor:
         """The gradient that is sent and overwritten; zeros where this rank has none."""
         parameter = self._trained_or_cleared(index)
-        grad = parameter.grad
-        if grad is None:
-            grad = parameter.grad = torch.zeros_like(parameter)
-        elif grad.layout != torch.strided:
+        if parameter.grad is None and index not in self._grads:
+            parameter.grad = torch.zeros_like(parameter)
+        if index not in self._grads:
+            self._keep_gradient(index)
+        grad = self._grads[index]
+        if grad.layout != torch.strided:
             grad = self._densified[index] = grad.to_dense()
         return grad
 
     def _sparse_grad(self, layer: Layer) -> Tensor:
         """The gradient of a layer whose gradients are sparse on some rank."""
         parameter = self._trained_or_cleared(layer.index)
-        if parameter.grad is None:
+        grad = self._grads.get(layer.index, parameter.grad)
+        if grad is None:
             indices = torch.empty((1, 0), dtype=torch.int64, device=layer.device)
             values = torch.empty((0, *layer.shape[1:]), dtype=layer.dtype, device=layer.device)
-            parameter.grad = torch.sparse_coo_tensor(indices, values, layer.shape)
-        elif parameter.grad.layout == torch.strided:
-            parameter.grad = parameter.grad.to_sparse(1)
-        return parameter.grad
+            grad = parameter.grad = torch.sparse_coo_tensor(indices, values, layer.shape)
+        elif grad.layout == torch.strided:
+            grad = grad.to_sparse(1)
+        self._grads[layer.index] = grad
+        return grad
 
     def _trained_or_cleared(self, index: int) -> Parameter:
         """The parameter; without a gradient if it was frozen, because that is of an earlier step."""
         parameter = self._params[index]
         if not self._trained[index]:
             parameter.grad = None
+            self._grads.pop(index, None)
             self._frozen[index] = None
         return parameter
 
@@ -314,6 +375,8 @@ class Reducer:
         Raises:
             ValueError: ranks disagree on their layers.
             WireError: a payload is damaged.
+            RuntimeError: a gradient that had arrived was dropped on some rank, or a rank has called
+                ``hvd.join()`` where that does not work; on all ranks that synchronize.
             HorovodInternalError: a rank has gone (Horovod's own; elastic runs restore from it).
         """
         if not self._active:
@@ -324,35 +387,62 @@ class Reducer:
             if self._buckets is None:
                 self._agree()
                 self._lay_out(self._order)
-                wants = self._wants_at_first()
-                self._complete()
-                self._follow(*wants)
-            else:
-                self._complete()
-                adapt, fell, collect, ready = [*self._exchange.voted(), *([False] * 4)][:4]
-                if adapt:
-                    self._adapt()
-                self._learn_next = fell
-                self._follow(collect, ready)
+            dropped = self._vote()
+            if self._pilot and self._pilot.exact:
+                self._require_all_ranks()  # it decides before anything is sent
+            self._complete()
+            self._return_carried()
+            outcome = self._exchange.voted()
+            if self._pilot or any(learner.collecting for learner in self._learners()):
+                self._require_all_ranks()
+            if outcome["adapt"]:
+                self._adapt()
+            self._follow(outcome["collect"], outcome["ready"])
             self._learn()
-        except HorovodInternalError:
+            self._learn_next = outcome["relearn"]
+        except (HorovodInternalError, JoinedRankError):
             self._exchange.abandon()
             self.reset()
             self._laid_out_for = 0
             raise
+        self._bind_results()
         self._restore_layouts()
         self.rounds += 1
         self._rearm()
         step = self.rounds - self._options.warmup_steps
         if step == 0 or (step > 0 and self._choice.changes_at(step)):
             self._lay_out(self._order)
+        if outcome["dropped"]:
+            self._refuse_dropped(dropped)
 
-    def _wants_at_first(self) -> tuple[bool, bool]:
-        """What the first rank's planner asks for in a first step, which has no vote."""
-        if self._pilot is None:
-            return False, False
-        collect, ready = self._control.allgather(self._pilot.wants(self.rounds))[0]
-        return collect, ready
+    def _require_all_ranks(self) -> None:
+        """JoinedRankError where a rank has called ``hvd.join()``: it would never hear of a plan."""
+        if self._exchange.missing:
+            raise JoinedRankError("planners, and compressors that learn their levels")
+
+    def _bind_results(self) -> None:
+        """Put the results into parameters whose ``grad`` was bound to another tensor meanwhile."""
+        for index, reduced in self._grads.items():
+            parameter = self._params[index]
+            grad = parameter.grad
+            if grad is None or grad is reduced:
+                continue
+            if grad.layout != torch.strided or reduced.layout != torch.strided:
+                parameter.grad = reduced
+            elif grad.data_ptr() != reduced.data_ptr() or grad.stride() != reduced.stride():
+                # as Horovod does: whoever holds the new tensor sees the result, too
+                grad.set_(reduced)  # type: ignore[call-overload]
+
+    def _refuse_dropped(self, dropped: Sequence[str]) -> None:
+        """RuntimeError on all ranks: some parameter would be updated on some of them only."""
+        everyone = self._control.allgather(list(dropped))
+        found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
+        raise RuntimeError(
+            "gradients that had been sent during backward() were None in step() or synchronize(): "
+            f"{'; '.join(found)} of the process set. The other ranks would step with them, and ranks "
+            "would differ from then on: to leave a parameter out, call optimizer.synchronize() first "
+            "and drop its gradient on all ranks, then step within optimizer.skip_synchronize()"
+        )
 
     def _follow(self, collect: bool, ready: bool) -> None:
         """Do what the first rank's planner asks for."""
@@ -439,14 +529,16 @@ class Reducer:
     def reset(self) -> None:
         """Forget the running step; what was launched in it is completed first."""
         self._exchange.finish()
-        self._exchange.voted()
-        self._densified.clear()
+        self._exchange.forget_vote()
         self._rearm()
 
     def _rearm(self) -> None:
         self.touched = False
         self._next = 0
         self._arrivals.clear()
+        self._grads.clear()
+        self._densified.clear()
+        self._carried.clear()
         self._frozen.clear()
         self._remaining = [self.passes] * len(self._params)
         self._waiting = [len(bucket.layers) for bucket in self._buckets or ()]
@@ -455,7 +547,6 @@ class Reducer:
         """Give layers with sparse gradients, sent as dense ones, sparse gradients again."""
         for index, dense in self._densified.items():
             self._params[index].grad = dense.to_sparse(1)
-        self._densified.clear()
         if self._options.sparse_as_dense:
             for name in self._sparse:
                 parameter = self._params[self._names.index(name)]
@@ -485,6 +576,7 @@ class Reducer:
             "arrivals": [self._names[index] for index in self._arrivals],
             "order": self._order,
             "sparse": sorted(self._sparse | self._seen_sparse()),
+            "unfit": unfit_dtypes({layer.name: layer.dtype for layer in self._layers()}),
         }
         everyone = self._control.allgather(mine)
         for rank, other in enumerate(everyone):
@@ -495,6 +587,7 @@ class Reducer:
                     f"requires_grad differs for {', '.join(sorted(different))}; freeze and unfreeze "
                     "the same parameters at the same step on all ranks"
                 )
+            check_dtypes(other["unfit"])
         # a rank that joins an elastic run counts on from where the others are
         self.rounds = everyone[0]["rounds"]
         known = dict.fromkeys([*everyone[0]["order"], *everyone[0]["arrivals"]])

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
 Handle: TypeAlias = int | Callable[[], Tensor]
+
+
+class JoinedRankError(RuntimeError):
+    """A rank has called ``hvd.join()``, after which Horovod only sums.
+
+    Args:
+        what: does not work then.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"a rank has called hvd.join() (it has run out of data), which does not work with {what}: "
+            "give all ranks the same number of steps, by a DistributedSampler or by "
+            "DataLoader(drop_last=True) over equal shares, or use compressors that are summed "
+            "(none, fp16, powersgd, randomk) without a planner"
+        )
+
+
+@contextmanager
+def joins_named() -> Iterator[None]:
+    """Raise :class:`JoinedRankError` where Horovod refuses an operation because of ``hvd.join()``."""
+    try:
+        yield
+    except HorovodInternalError as error:
+        if "not supported with Join" not in str(error):
+            raise
+        raise JoinedRankError("payloads that are gathered, nor when layers change") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +110,8 @@ class Transport:
 
     def wait(self, handle: Handle) -> Tensor:
         """The result of a collective; raises what Horovod raises when a rank has gone."""
-        result = handle() if callable(handle) else hvd.synchronize(handle)
+        with joins_named():
+            result = handle() if callable(handle) else hvd.synchronize(handle)
         # alltoall also tells how many rows came from whom
         return result[0] if isinstance(result, tuple) else result
 
