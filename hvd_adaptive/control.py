@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
+from hvd_adaptive.transport import joins_named
+
 T = TypeVar("T")
 
 _LENGTH_BYTES = 8
@@ -46,7 +48,8 @@ class Control:
         message = json.dumps(value).encode()
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         tensor = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
+        with joins_named():
+            gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
         data = gathered.numpy().tobytes()
         values = []
         while data:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -34,7 +35,7 @@ from hvd_adaptive.compressors.base import (
 from hvd_adaptive.feedback import Memory, split
 from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
-from hvd_adaptive.transport import Handle, Request, Transport, nbytes_of
+from hvd_adaptive.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 
 Steps: TypeAlias = Generator[Request, Tensor, None]
 
@@ -195,6 +196,14 @@ class Exchange:
             if more is not None:
                 self._submit(flight.bucket, flight.steps, more, flight.round + 1)
 
+    def drain(self) -> None:
+        """Complete what is under way, and refused in part, where a rank has joined; drop the results."""
+        handles = [flight.handle for flight in self._inflight]
+        self._inflight.clear()
+        for handle in handles:
+            with suppress(JoinedRankError):
+                self._transport.wait(handle)
+
     def abandon(self) -> None:
         """Forget what is under way, after Horovod reported that a rank has gone."""
         self._inflight.clear()
@@ -209,7 +218,9 @@ class Exchange:
         self._outcome = None
         self._questions = (*questions, _PRESENT)
         ballot = torch.tensor([*map(float, questions.values()), 1.0])
-        self._vote = self._transport.submit(Request("allreduce", ballot), f"{self._prefix}.vote")
+        self._vote = self._transport.submit(
+            Request("allreduce", ballot), f"{self._prefix}.vote", self._step
+        )
 
     def voted(self) -> dict[str, bool]:
         """The outcomes of the last :meth:`vote`, the same on all ranks."""
@@ -237,7 +248,8 @@ class Exchange:
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
         launched = perf_counter()  # before: it may go ahead at once
-        handle = self._transport.submit(request, f"{self._prefix}.{bucket.index}.{round_}")
+        name = f"{self._prefix}.{bucket.index}.{round_}"
+        handle = self._transport.submit(request, name, self._step)
         self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
         self._inflight.append(_Flight(bucket, steps, request, handle, round_, launched))
 
@@ -495,14 +507,11 @@ def _gathered(part: Part) -> GatheredCompressor:
 
 def _within(result: Tensor, grad: Tensor) -> Tensor:
     """``result``, saturated where rounding to a narrower dtype would make Inf of a finite value."""
-    limit = torch.finfo(grad.dtype).max
-    if (
-        grad.dtype != torch.float16
-        or result.dtype == torch.float16
-        or not bool((result.abs() > limit).any())
-    ):
+    if grad.dtype != torch.float16 or result.dtype == torch.float16:
         return result
-    wide = result.float()
+    wide, limit = result.float(), torch.finfo(grad.dtype).max
+    if not bool((wide.abs() > limit).any()):
+        return result
     return torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide)
 
 

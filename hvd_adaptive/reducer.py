@@ -386,6 +386,9 @@ class Reducer:
         try:
             if self._buckets is None:
                 self._agree()
+                self._exchange.begin_step(
+                    self.rounds
+                )  # a rank that is new in an elastic run learned it now
                 self._lay_out(self._order)
             dropped = self._vote()
             if self._pilot and self._pilot.exact:
@@ -393,14 +396,22 @@ class Reducer:
             self._complete()
             self._return_carried()
             outcome = self._exchange.voted()
-            if self._pilot or any(learner.collecting for learner in self._learners()):
+            if (
+                self._pilot
+                or outcome["adapt"]
+                or any(learner.collecting for learner in self._learners())
+            ):
                 self._require_all_ranks()
             if outcome["adapt"]:
                 self._adapt()
             self._follow(outcome["collect"], outcome["ready"])
             self._learn()
             self._learn_next = outcome["relearn"]
-        except (HorovodInternalError, JoinedRankError):
+        except JoinedRankError:
+            self._exchange.drain()
+            self.reset()
+            raise
+        except HorovodInternalError:
             self._exchange.abandon()
             self.reset()
             self._laid_out_for = 0
@@ -418,7 +429,7 @@ class Reducer:
     def _require_all_ranks(self) -> None:
         """JoinedRankError where a rank has called ``hvd.join()``: it would never hear of a plan."""
         if self._exchange.missing:
-            raise JoinedRankError("planners, and compressors that learn their levels")
+            raise JoinedRankError("planners, with levels that are learned, or when layers change")
 
     def _bind_results(self) -> None:
         """Put the results into parameters whose ``grad`` was bound to another tensor meanwhile."""
