@@ -197,7 +197,7 @@ class Exchange:
                 self._submit(flight.bucket, flight.steps, more, flight.round + 1)
 
     def drain(self) -> None:
-        """Complete what is under way, and refused in part, where a rank has joined; drop the results."""
+        """Complete what is under way, refused or not, where a rank has joined; drop the results."""
         handles = [flight.handle for flight in self._inflight]
         self._inflight.clear()
         for handle in handles:
