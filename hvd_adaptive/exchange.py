@@ -217,7 +217,8 @@ class Exchange:
         """Ask all ranks some questions; :meth:`voted` tells later to which any of them said yes."""
         self._outcome = None
         self._questions = (*questions, _PRESENT)
-        ballot = torch.tensor([*map(float, questions.values()), 1.0])
+        # float64, which no gradient is: Horovod would copy a large one to send both in one buffer
+        ballot = torch.tensor([*map(float, questions.values()), 1.0], dtype=torch.float64)
         self._vote = self._transport.submit(
             Request("allreduce", ballot), f"{self._prefix}.vote", self._step
         )
