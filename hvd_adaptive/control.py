@@ -71,7 +71,8 @@ class Control:
         mine: dict[str, Any] = {}
         if self.rank == 0:
             try:
-                mine = {"built": build()}
+                # as text, so that what JSON cannot hold is an error here and not while others wait
+                mine = {"built": json.dumps(build())}
             except Exception as failure:
                 error = failure
                 mine = {"error": f"{type(failure).__name__}: {failure}"}
@@ -80,7 +81,7 @@ class Control:
             raise error
         if "error" in first:
             raise RuntimeError(f"the first rank could not decide: {first['error']}")
-        return first["built"]
+        return json.loads(first["built"])
 
     def agree(
         self,
@@ -88,6 +89,7 @@ class Control:
         build: Callable[[], T],
         digest: Callable[[T], dict[str, str]],
         alone: bool = False,
+        remedy: str = "all ranks must build the same model and pass the same options",
     ) -> T:
         """Build something on every rank, and raise on every rank unless all built the same.
 
@@ -96,40 +98,47 @@ class Control:
             build: makes it; what it raises is raised on all ranks.
             digest: describes it, item by item; the items must be equal on all ranks.
             alone: True on a rank that has nobody to agree with.
+            remedy: what to do where an item differs.
 
         Raises:
-            ValueError: a rank could not build it, or built another: names the rank and the item.
+            ValueError: ranks built different things, or ``build`` refused its arguments (ValueError,
+                TypeError or KeyError) on another rank: names the rank, and the item or the error.
+            RuntimeError: ``build`` or ``digest`` failed in any other way on another rank, as above.
+            Exception: what they raised on this one.
         """
         built: T | None = None
         error: Exception | None = None
+        mine: dict[str, Any]
         try:
             built = build()
             mine = {"digest": digest(built)}
-        except (ValueError, TypeError, KeyError) as failure:
+        except Exception as failure:
             error = failure
-            mine = {"error": {"": f"{type(failure).__name__}: {failure}"}}
-        if not alone:
-            for rank, other in enumerate(self.allgather(mine)):
-                if error is None and "error" in other:
-                    raise ValueError(f"{what}: rank {rank} failed: {other['error']['']}")
-                # dicts are equal in any order, but buckets are built in this one
-                if error is None and list(other["digest"].items()) != list(mine["digest"].items()):
-                    raise ValueError(f"{what}: {_difference(rank, mine, other)}")
+            refused = isinstance(failure, ValueError | TypeError | KeyError)
+            mine = {"error": f"{type(failure).__name__}: {failure}", "refused": refused}
+        everyone = [] if alone else self.allgather(mine)
         if error is not None:
             raise error
+        for rank, other in enumerate(everyone):
+            if "error" in other:
+                kind = ValueError if other["refused"] else RuntimeError
+                raise kind(f"{what}: rank {rank} failed: {other['error']}")
+        for rank, other in enumerate(everyone):
+            # dicts are equal in any order, but buckets are built in this one
+            if list(other["digest"].items()) != list(mine["digest"].items()):
+                raise ValueError(f"{what}: {_difference(rank, mine, other, remedy)}")
         assert built is not None
         return built
 
 
-def _difference(rank: int, mine: dict[str, dict[str, str]], other: dict[str, dict[str, str]]) -> str:
+def _difference(rank: int, mine: dict[str, Any], other: dict[str, Any], remedy: str) -> str:
     """Name the first item in which another rank differs from this one."""
     here, there = mine["digest"], other["digest"]
     for key in [*here, *(key for key in there if key not in here)]:
         if here.get(key) != there.get(key):
             return (
                 f"{key} is {here.get(key, 'missing')} on rank {hvd.rank()} but "
-                f"{there.get(key, 'missing')} on rank {rank} of the process set: "
-                "all ranks must build the same model and pass the same options"
+                f"{there.get(key, 'missing')} on rank {rank} of the process set: {remedy}"
             )
     return (
         f"rank {rank} of the process set has the same items as rank {hvd.rank()} in another order: "

@@ -132,6 +132,11 @@ class Memory(ABC):
         }
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of what is kept."""
+        return self._dtype
+
+    @property
     def nbytes(self) -> int:
         """Memory of the buffers."""
         return sum(flat.nbytes for flat in self._flats.values())

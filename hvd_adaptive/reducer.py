@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
+from hvd_adaptive import states
 from hvd_adaptive.buckets import Bucket, Route, build_buckets
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
 from hvd_adaptive.compressors.base import all_finite
@@ -28,8 +30,6 @@ from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.routing import Choice, check_dtypes, make_plan, unfit_dtypes
 from hvd_adaptive.transport import JoinedRankError
-
-STATE_FORMAT = 4
 
 _NO_BUCKET = -1
 
@@ -568,11 +568,12 @@ class Reducer:
 
     def _layers(self) -> list[Layer]:
         """The layers that are trained now."""
-        return [
-            Layer(index, name, tuple(parameter.shape), parameter.dtype, parameter.device)
-            for index, (name, parameter) in enumerate(zip(self._names, self._params, strict=True))
-            if self._trained[index]
-        ]
+        return [self._layer(index) for index, trained in enumerate(self._trained) if trained]
+
+    def _layer(self, index: int) -> Layer:
+        parameter = self._params[index]
+        name, shape = self._names[index], tuple(parameter.shape)
+        return Layer(index, name, shape, parameter.dtype, parameter.device)
 
     def _agree(self) -> None:
         """Learn from all ranks which layers are trained, in which order, and which are sparse.
@@ -691,6 +692,7 @@ class Reducer:
         groups = self._options.groups
         if isinstance(groups, tuple):
             return groups
+        groups = min(groups, len(names))  # the others would be empty
         if groups == 0:
             return ()
         size, extra = divmod(len(names), groups)
@@ -720,12 +722,11 @@ class Reducer:
 
         Raises:
             ValueError: it could not be made on some rank, or ranks made different ones; on all ranks.
-            RuntimeError: gradients have arrived that have not been synchronised.
+            RuntimeError: gradients have arrived that have not been synchronised; on all ranks.
         """
 
         def checked() -> Choice:
-            if self.touched:
-                raise ValueError("between steps only: call it before backward(), or after step()")
+            self._require_between_steps("compression can only be changed")
             choice = build(self._choice)
             choice.check_patterns([layer.name for layer in self._layers()])
             if self._options.planner is not None:
@@ -745,12 +746,18 @@ class Reducer:
             self.plan = make_plan(layers, routes, self.plan.version + 1, self.rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: see :meth:`load_state_dict`."""
+        """This rank's state, as :mod:`hvd_adaptive.states` describes it."""
         kept = self.kept()
         return {
-            "format": STATE_FORMAT,
+            "format": states.STATE_FORMAT,
             "rounds": self.rounds,
             "order": list(self._order),
+            "routes": {
+                layer.name: [format_spec(part.compressor), bucket.feedback]
+                for bucket in self._buckets or ()
+                for part in bucket.parts
+                for layer in bucket.layers[part.start : part.stop]
+            },
             "kept": {
                 name: {slot: tensor.clone() for slot, tensor in slots.items()}
                 for name, slots in kept.items()
@@ -771,56 +778,62 @@ class Reducer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned on the same rank, between two steps.
 
+        All ranks call it; where it raises, it does so on all of them, and nothing has changed.
+
         Raises:
-            ValueError: the state is of another format or of another model.
+            ValueError: the state is damaged or of another model, or ranks have states of different
+                steps or runs: names the item and the rank.
             RuntimeError: gradients have arrived that have not been synchronised.
         """
-        self._require_between_steps("compression state can only be loaded")
-        kept = self._checked(state)
-        self.rounds = int(state["rounds"])
+
+        def checked() -> Mapping[str, Any]:
+            self._require_between_steps("compression state can only be loaded")
+            states.check_state(state, self._run())
+            return state
+
+        self._control.agree(
+            "load_compression_state_dict",
+            checked,
+            states.shared,
+            alone=not self._active,
+            remedy="every rank must load what it saved at the same step of one run",
+        )
+        self.rounds = state["rounds"]
         self._rates = tuple(state["last_rates"])
-        self._learn_next = bool(state["learn_next"])
+        self._learn_next = state["learn_next"]
         if self._pilot and state["pilot"] is not None:
-            self._pilot.load_state_dict(state["pilot"])
-            planned = {
-                name: (None if spec is None else parse(spec), level)
-                for name, (spec, level) in state["planned"].items()
-            }
-            self._choice = replace(self._choice, planned=planned)
-        order = [name for name in state["order"] if name in self._names]
-        self._order = order if self._buckets is None else self._order
+            self._pilot.load_state_dict(copy.deepcopy(state["pilot"]))
+            self._choice = replace(self._choice, planned=states.planned(state))
+        self._order = list(state["order"]) if self._buckets is None else self._order
         for spec, learnt in state["codecs"].items():
             self._exchange.load_state(parse(spec), learnt)
         self._situation.rates.clear()
         self._situation.rates.update(state["rates"])
         self._memories = {}
-        self._carry = kept
+        devices = dict(zip(self._names, (p.device for p in self._params), strict=True))
+        self._carry = {
+            name: {slot: held.detach().to(devices[name], copy=True) for slot, held in slots.items()}
+            for name, slots in state["kept"].items()
+        }
         if self._buckets is not None:
             self._lay_out(self._order)
 
+    def _run(self) -> states.Run:
+        """What a state is to fit."""
+        options = self._options
+        layers = [self._layer(index) for index in range(len(self._params))]
+        return states.Run(
+            layers,
+            self._choice,
+            options.warmup_steps,
+            options.planner,
+            options.candidates,
+            self._control.size,
+        )
+
     def _require_between_steps(self, what: str) -> None:
         if self.touched:
-            raise RuntimeError(f"{what} between steps: before backward(), or after step()")
-
-    def _checked(self, state: Mapping[str, Any]) -> Kept:
-        """What the state keeps, on this model's devices."""
-        if state.get("format") != STATE_FORMAT:
-            raise ValueError(
-                f"compression state has format {state.get('format')!r}, expected {STATE_FORMAT}: it "
-                "must come from compression_state_dict()"
-            )
-        sizes = {name: p.numel() for name, p in zip(self._names, self._params, strict=True)}
-        kept: Kept = {}
-        for name, slots in state["kept"].items():
-            for slot, tensor in slots.items():
-                if sizes.get(name) != tensor.numel():
-                    raise ValueError(
-                        f"compression state holds {tensor.numel()} elements for {name!r}, the model "
-                        f"{sizes.get(name, 'no parameter of that name')}: it belongs to another model"
-                    )
-                device = self._params[self._names.index(name)].device
-                kept.setdefault(name, {})[slot] = tensor.detach().to(device, copy=True).view(-1)
-        return kept
+            raise RuntimeError(f"{what} between steps: call it before backward(), or after step()")
 
 
 def _arrived(reducer: Callable[[], Reducer | None], index: int, parameter: Tensor) -> None:

@@ -68,7 +68,12 @@ class Choice:
                 f"overrides must map name patterns to compressors, as in {{'*.bias': 'none'}}, got "
                 f"{overrides!r}"
             )
-        rows = tuple((pattern, parse(spec)) for pattern, spec in (overrides or {}).items())
+        patterns = overrides or {}
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(
+                f"overrides must map name patterns, as '*.bias', to compressors, got {overrides!r}"
+            )
+        rows = tuple((pattern, parse_as("overrides", spec)) for pattern, spec in patterns.items())
         choice = cls(parse(compression), rows, feedback_rules.parse(feedback))
         choice._check_feedback()
         return choice
@@ -162,6 +167,15 @@ class Choice:
                     f"but {compressor.name!r} does not send single elements: use one of "
                     f"{', '.join(able)}, or feedback='ef'"
                 )
+
+
+def parse_as(argument: str, spec: Spec) -> Compressor:
+    """As :func:`~hvd_adaptive.compressors.parse`; the argument is named in what it raises."""
+    try:
+        return parse(spec)
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{argument}: {error}") from None
 
 
 def _dense(layer: Layer, route: Route) -> Route:

@@ -119,3 +119,21 @@ def test_a_niceness_out_of_range_is_refused(wrong: int) -> None:
 def test_a_niceness_that_is_no_integer_is_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="must be an integer"):
         hva.init(niceness=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"process_sets": 3}, TypeError, r"process_sets must be .*hvd\.ProcessSet.*got 3"),
+        ({"process_sets": [3]}, TypeError, r"process_sets must be .*hvd\.ProcessSet.*got \[3\]"),
+        ({"process_sets": "dynamik"}, ValueError, "process_sets must be .*'dynamic'.*got 'dynamik'"),
+        ({"comm": "world"}, TypeError, "comm must be .*got 'world'"),
+        ({"comm": [0.5]}, TypeError, r"comm must be .*got \[0.5\]"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_init_is_named_before_horovod_starts(
+    given: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        hva.init(**given)  # type: ignore[arg-type]

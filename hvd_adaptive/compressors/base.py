@@ -84,6 +84,10 @@ class CodecState(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned; ValueError if it does not fit."""
 
+    def check_layers(self, shapes: Mapping[str, Shape]) -> None:
+        """ValueError unless what is known of single layers fits these, by name."""
+        del shapes
+
 
 class Learner(CodecState):
     """A state that follows the gradients' distribution.
