@@ -20,7 +20,7 @@ from hvd_adaptive.buckets import Bucket, Route, build_buckets
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
-from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
+from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation, copied
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
@@ -121,6 +121,8 @@ class Reducer:
         """Whether a gradient has arrived since the last :meth:`synchronize`."""
         self.rounds = 0
         """How often gradients were synchronised."""
+        self.steps = 0
+        """How often the optimizer has stepped."""
         for name, parameter in named:
             self.add(name, parameter)
         layers = self._layers()
@@ -199,14 +201,22 @@ class Reducer:
         self._exchange.begin_step(self.rounds)
         self._collect()
         changed = [self._watch(index) for index in range(len(self._params))]
-        if self._control.size != self._laid_out_for:
-            # the first step, or an elastic run that has gained or lost ranks
+        if self._ranks_changed():
             self._buckets = None
         else:
             # A rank that lays out anew alone would wait for the others for ever, and they for it: so
             # all of them go on as before, and hear at the end of this step that one has changed.
             wants = self._pilot.wants(self.rounds) if self._pilot else ()
             self._exchange.vote(self._added or any(changed), self._rate_fell(), *wants)
+
+    def _ranks_changed(self) -> bool:
+        """Whether nothing is agreed with the ranks that there are now: in the first step."""
+        return self._control.size != self._laid_out_for
+
+    @property
+    def _alone(self) -> bool:
+        """Whether what is set between steps is agreed with nobody."""
+        return not self._active
 
     def _collect(self) -> None:
         """Have compressors collect statistics in this step, if it is one that they learn from."""
@@ -322,8 +332,7 @@ class Reducer:
             self._begin()
         try:
             if self._buckets is None:
-                self._agree()
-                self._lay_out(self._order)
+                self._lay_out_first()
                 wants = self._wants_at_first()
                 self._complete()
                 self._follow(*wants)
@@ -336,9 +345,7 @@ class Reducer:
                 self._follow(collect, ready)
             self._learn()
         except HorovodInternalError:
-            self._exchange.abandon()
-            self.reset()
-            self._laid_out_for = 0
+            self._break_off()
             raise
         self._restore_layouts()
         self.rounds += 1
@@ -346,6 +353,17 @@ class Reducer:
         step = self.rounds - self._options.warmup_steps
         if step == 0 or (step > 0 and self._choice.changes_at(step)):
             self._lay_out(self._order)
+
+    def _break_off(self) -> None:
+        """Horovod failed: the running step is forgotten, and the next is a first one."""
+        self._exchange.abandon()
+        self.reset()
+        self._laid_out_for = 0
+
+    def _lay_out_first(self) -> None:
+        """Agree on the layers, and build their buckets."""
+        self._agree()
+        self._lay_out(self._order)
 
     def _wants_at_first(self) -> tuple[bool, bool]:
         """What the first rank's planner asks for in a first step, which has no vote."""
@@ -495,7 +513,6 @@ class Reducer:
                     f"requires_grad differs for {', '.join(sorted(different))}; freeze and unfreeze "
                     "the same parameters at the same step on all ranks"
                 )
-        # a rank that joins an elastic run counts on from where the others are
         self.rounds = everyone[0]["rounds"]
         known = dict.fromkeys([*everyone[0]["order"], *everyone[0]["arrivals"]])
         # gradients become ready from the last layer to the first
@@ -628,9 +645,7 @@ class Reducer:
                 check_own_levels(self._options.planner, choice, self._options.candidates)
             return choice
 
-        self._choice = self._control.agree(
-            "set_compression", checked, Choice.digest, alone=not self._active
-        )
+        self._choice = self._control.agree("set_compression", checked, Choice.digest, alone=self._alone)
         if self._pilot:
             self._pilot.renounce()
         if self._buckets is not None:
@@ -642,27 +657,44 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: see :meth:`load_state_dict`."""
-        kept = self.kept()
         return {
             "format": STATE_FORMAT,
-            "rounds": self.rounds,
             "order": list(self._order),
-            "kept": {
-                name: {slot: tensor.clone() for slot, tensor in slots.items()}
-                for name, slots in kept.items()
-            },
+            "kept": copied(self.kept()),
             "rates": dict(self._situation.rates),
-            "last_rates": self._rates,
-            "learn_next": self._learn_next,
             "planned": {
                 name: [None if compressor is None else format_spec(compressor), level]
                 for name, (compressor, level) in self._choice.planned.items()
             },
             "pilot": self._pilot.state_dict() if self._pilot else None,
+            **self._progress(),
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        """What all ranks hold alike, beside the plan."""
+        return {
+            "rounds": self.rounds,
+            "last_rates": self._rates,
+            "learn_next": self._learn_next,
             "codecs": {
                 format_spec(key): state.state_dict() for key, state in self._exchange.states.items()
             },
         }
+
+    def _go_on(self, progress: Mapping[str, Any]) -> None:
+        """Take what :meth:`_progress` returned."""
+        self.rounds = int(progress["rounds"])
+        self._rates = tuple(progress["last_rates"])
+        self._learn_next = bool(progress["learn_next"])
+        for spec, learnt in progress["codecs"].items():
+            self._exchange.load_state(parse(spec), learnt)
+
+    def _keep(self, kept: Kept, rates: Mapping[str, float]) -> None:
+        """Keep this of each layer, and nothing else; buckets must be laid out anew."""
+        self._situation.rates.clear()
+        self._situation.rates.update(rates)
+        self._memories = {}
+        self._carry = kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned on the same rank, between two steps.
@@ -673,9 +705,7 @@ class Reducer:
         """
         self._require_between_steps("compression state can only be loaded")
         kept = self._checked(state)
-        self.rounds = int(state["rounds"])
-        self._rates = tuple(state["last_rates"])
-        self._learn_next = bool(state["learn_next"])
+        self._go_on(state)
         if self._pilot and state["pilot"] is not None:
             self._pilot.load_state_dict(state["pilot"])
             planned = {
@@ -685,12 +715,7 @@ class Reducer:
             self._choice = replace(self._choice, planned=planned)
         order = [name for name in state["order"] if name in self._names]
         self._order = order if self._buckets is None else self._order
-        for spec, learnt in state["codecs"].items():
-            self._exchange.load_state(parse(spec), learnt)
-        self._situation.rates.clear()
-        self._situation.rates.update(state["rates"])
-        self._memories = {}
-        self._carry = kept
+        self._keep(kept, state["rates"])
         if self._buckets is not None:
             self._lay_out(self._order)
 
