@@ -209,6 +209,18 @@ class Exchange:
         self._inflight.clear()
         self._vote = None
 
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """A tensor reduced over the ranks as gradients are; waits for it."""
+        request = Request("allreduce", tensor.clone())
+        return self._transport.wait(
+            self._transport.submit(request, f"{self._prefix}.reduce", self._step)
+        )
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over the ranks, not summed."""
+        return self._transport.averages
+
     def share(self, reduced: Tensor) -> Tensor:
         """What each rank must send so that the reduction over all of them gives ``reduced``."""
         return reduced / (self._transport.size * self._transport.scale)

@@ -33,6 +33,17 @@ from hvd_adaptive.layers import Layer
 Kept: TypeAlias = dict[str, dict[str, Tensor]]
 """What is kept of each layer: 1-D tensors by layer and slot."""
 
+
+def copied(kept: Kept) -> Kept:
+    """A copy of what is kept of each layer."""
+    return {
+        name: {slot: tensor.clone() for slot, tensor in slots.items()} for name, slots in kept.items()
+    }
+
+
+Meet: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Of a buffer of all ranks: what one begins with that has none, and then the reduction over all."""
+
 RESIDUAL = "residual"
 """The slot of gradient mass that has not been sent."""
 
@@ -156,6 +167,14 @@ class Memory(ABC):
             return flats
         held = self.views(self.slots[0], bucket)
         return [view.float() + flat for view, flat in zip(held, flats, strict=True)]
+
+    def reunite(self, bucket: Bucket, meet: Meet, fresh: bool) -> None:
+        """Ranks have come or gone: one that has kept nothing begins as :data:`Meet` says."""
+        for slot in self.slots:
+            flat = self._flats[slot, bucket.index]
+            start, _ = meet(flat)
+            if fresh:
+                flat.copy_(start)
 
     @abstractmethod
     def begin(
@@ -409,6 +428,14 @@ class _Estimates(Memory):
         for view, out, fine in zip(self.views("mean", bucket), outs, good, strict=True):
             if fine:
                 out.copy_(view.add_(out.view(-1)).view_as(out))
+
+    def reunite(self, bucket: Bucket, meet: Meet, fresh: bool) -> None:
+        """``H`` becomes the mean of the estimates of the ranks that there are now."""
+        estimate = self._flats["estimate", bucket.index]
+        start, reduced = meet(estimate)
+        if fresh:
+            estimate.copy_(start)
+        self._flats["mean", bucket.index].copy_(reduced).neg_()
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Take from ``h`` what was sent."""

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
-from hvd_adaptive.channel import open_channel
+from hvd_adaptive.channel import HorovodChannel, open_channel
 from hvd_adaptive.compressors import CastCompressor, Compression, Compressor, NoCompression
 from hvd_adaptive.control import Control
+from hvd_adaptive.elastic import ElasticReducer, follow, is_elastic
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.failure import name_this_rank
 from hvd_adaptive.feedback import Feedback
@@ -104,7 +105,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
 
     Raises:
         ValueError: an argument is out of range, a name is unknown, or ranks disagree; on all ranks.
-            Also on the others where one rank raised TypeError.
+            Also on the others where one rank raised TypeError. In an elastic run ranks compare what
+            they were built with in their first step together.
         TypeError: an argument is of the wrong type.
         OSError: rank 0 cannot write to the folder ``telemetry``; RuntimeError on the others.
 
@@ -172,8 +174,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             **_digest(*built),
         }
 
-    choice, options, named = control.agree("DistributedOptimizer", check, digest, alone=not active)
-    if op == hvd.Adasum and hvd.size() > 1:
+    elastic = active and is_elastic()
+    # a rank that joins an elastic run builds this while the others train: they compare when they meet
+    built = control.agree("DistributedOptimizer", check, digest, alone=elastic or not active)
+    choice, options, named = built
+    if op == hvd.Adasum and (hvd.size() > 1 or elastic):
         stock: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named,
@@ -183,24 +188,37 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         )
         return stock
     ranks = process_set.size() if active else 1
-    meter = _open_meter(telemetry, control, active, ranks)
-    meter.configuration(_configuration(digest((choice, options, named)), ranks))
+    meter = _open_meter(telemetry, control, active and not elastic, ranks)
+    meter.configuration(_configuration(digest(built), ranks))
     transport = Transport(op, process_set, float(gradient_predivide_factor))
     name_this_rank(hvd.rank())
     exchange = Exchange(transport, meter, f"hva.{number}", int(seed), hvd.rank())
-    pilot = None
-    if active and options.planner is not None:
-        channel = open_channel(f"hva.{number}.plan", control, process_set)
-        pilot = Pilot(
+
+    def new_pilot() -> Pilot | None:
+        if not active or options.planner is None:
+            return None
+        name = f"hva.{number}.plan"
+        return Pilot(
             options.planner,
-            channel,
+            HorovodChannel(name, process_set) if elastic else open_channel(name, control, process_set),
             meter,
             control.rank,
-            ranks,
+            control.size,
             options.candidates,
             exchange.states,
         )
-    reducer = Reducer(named, choice, options, control, exchange, active, pilot)
+
+    parts = named, choice, options, control, exchange, active, new_pilot()
+    reducer: Reducer
+    if elastic:
+        reducer = ElasticReducer(
+            *parts,
+            agree=lambda: control.agree("DistributedOptimizer", lambda: built, digest),
+            new_pilot=new_pilot,
+            configure=lambda size: meter.configuration(_configuration(digest(built), size)),
+        )
+    else:
+        reducer = Reducer(*parts)
     reduce_loss = functools.partial(_mean, f"hva.{number}.loss", process_set) if active else None
     return _wrap(optimizer, reducer, meter, named, reduce_loss)
 
@@ -229,7 +247,6 @@ class _Methods:
     _reduce_loss: Callable[[Tensor], Tensor] | None
     _synchronized: bool
     _should_synchronize: bool
-    _steps: int
 
     def synchronize(self) -> None:
         """Reduce the gradients now; use :meth:`skip_synchronize` for the ``step()`` that follows."""
@@ -259,8 +276,8 @@ class _Methods:
                 self._synchronize_once()
             result = base.step()
         self._synchronized = False
-        self.meter.end_step(self._steps)
-        self._steps += 1
+        self.meter.end_step(self._reducer.steps)
+        self._reducer.steps += 1
         return result
 
     def _synchronize_once(self) -> None:
@@ -384,7 +401,8 @@ def _wrap(
     wrapped._reduce_loss = reduce_loss
     wrapped._synchronized = False
     wrapped._should_synchronize = True
-    wrapped._steps = 0
+    if isinstance(reducer, ElasticReducer):
+        follow(cls)
     alive = weakref.ref(wrapped)
     reducer.param_groups = lambda: _groups_of(alive())
     weakref.finalize(wrapped, reducer.close)
@@ -404,8 +422,7 @@ _NOT_METHODS = ("__dict__", "__weakref__", "__annotations__", "__doc__")
 
 def _takes_part(process_set: hvd.ProcessSet) -> bool:
     """Whether this rank communicates: as Horovod decides it."""
-    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-    return bool(process_set.included()) and (process_set.size() > 1 or elastic)
+    return bool(process_set.included()) and (process_set.size() > 1 or is_elastic())
 
 
 def _is_registered(process_set: Any) -> bool:

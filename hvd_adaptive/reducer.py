@@ -24,7 +24,7 @@ from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format
 from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
-from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
+from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation, copied
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
@@ -128,6 +128,8 @@ class Reducer:
         """Whether a gradient has arrived since the last :meth:`synchronize`."""
         self.rounds = 0
         """How often gradients were synchronised."""
+        self.steps = 0
+        """How often the optimizer has stepped."""
         for name, parameter in named:
             self.add(name, parameter)
         layers = self._layers()
@@ -215,8 +217,7 @@ class Reducer:
         self._collect()
         changed = [self._watch(index) for index in range(len(self._params))]
         self._added = self._added or any(changed)
-        if self._control.size != self._laid_out_for:
-            # the first step, or an elastic run that has gained or lost ranks
+        if self._ranks_changed():
             self._buckets = None
 
     def _vote(self) -> list[str]:
@@ -238,6 +239,15 @@ class Reducer:
             ready=ready,
         )
         return dropped
+
+    def _ranks_changed(self) -> bool:
+        """Whether nothing is agreed with the ranks that there are now: in the first step."""
+        return self._control.size != self._laid_out_for
+
+    @property
+    def _alone(self) -> bool:
+        """Whether what is set between steps is agreed with nobody."""
+        return not self._active
 
     def _collect(self) -> None:
         """Have compressors collect statistics in this step, if it is one that they learn from."""
@@ -385,22 +395,15 @@ class Reducer:
             self._begin()
         try:
             if self._buckets is None:
-                self._agree()
-                self._exchange.begin_step(
-                    self.rounds
-                )  # a rank that is new in an elastic run learned it now
-                self._lay_out(self._order)
+                self._lay_out_first()
             dropped = self._vote()
             if self._pilot and self._pilot.exact:
                 self._require_all_ranks()  # it decides before anything is sent
             self._complete()
             self._return_carried()
             outcome = self._exchange.voted()
-            if (
-                self._pilot
-                or outcome["adapt"]
-                or any(learner.collecting for learner in self._learners())
-            ):
+            learns = any(learner.collecting for learner in self._learners())
+            if self._pilot or outcome["adapt"] or learns:
                 self._require_all_ranks()
             if outcome["adapt"]:
                 self._adapt()
@@ -412,9 +415,7 @@ class Reducer:
             self.reset()
             raise
         except HorovodInternalError:
-            self._exchange.abandon()
-            self.reset()
-            self._laid_out_for = 0
+            self._break_off()
             raise
         self._bind_results()
         self._restore_layouts()
@@ -425,6 +426,17 @@ class Reducer:
             self._lay_out(self._order)
         if outcome["dropped"]:
             self._refuse_dropped(dropped)
+
+    def _break_off(self) -> None:
+        """Horovod failed: the running step is forgotten, and the next is a first one."""
+        self._exchange.abandon()
+        self.reset()
+        self._laid_out_for = 0
+
+    def _lay_out_first(self) -> None:
+        """Agree on the layers, and build their buckets."""
+        self._agree()
+        self._lay_out(self._order)
 
     def _require_all_ranks(self) -> None:
         """JoinedRankError where a rank has called ``hvd.join()``: it would never hear of a plan."""
@@ -600,7 +612,6 @@ class Reducer:
                     "the same parameters at the same step on all ranks"
                 )
             check_dtypes(other["unfit"])
-        # a rank that joins an elastic run counts on from where the others are
         self.rounds = everyone[0]["rounds"]
         known = dict.fromkeys([*everyone[0]["order"], *everyone[0]["arrivals"]])
         # gradients become ready from the last layer to the first
@@ -733,9 +744,7 @@ class Reducer:
                 check_own_levels(self._options.planner, choice, self._options.candidates)
             return choice
 
-        self._choice = self._control.agree(
-            "set_compression", checked, Choice.digest, alone=not self._active
-        )
+        self._choice = self._control.agree("set_compression", checked, Choice.digest, alone=self._alone)
         if self._pilot:
             self._pilot.renounce()
         if self._buckets is not None:
@@ -747,10 +756,8 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, as :mod:`hvd_adaptive.states` describes it."""
-        kept = self.kept()
         return {
             "format": states.STATE_FORMAT,
-            "rounds": self.rounds,
             "order": list(self._order),
             "routes": {
                 layer.name: [format_spec(part.compressor), bucket.feedback]
@@ -758,22 +765,41 @@ class Reducer:
                 for part in bucket.parts
                 for layer in bucket.layers[part.start : part.stop]
             },
-            "kept": {
-                name: {slot: tensor.clone() for slot, tensor in slots.items()}
-                for name, slots in kept.items()
-            },
+            "kept": copied(self.kept()),
             "rates": dict(self._situation.rates),
-            "last_rates": self._rates,
-            "learn_next": self._learn_next,
             "planned": {
                 name: [None if compressor is None else format_spec(compressor), level]
                 for name, (compressor, level) in self._choice.planned.items()
             },
             "pilot": self._pilot.state_dict() if self._pilot else None,
+            **self._progress(),
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        """What all ranks hold alike, beside the plan."""
+        return {
+            "rounds": self.rounds,
+            "last_rates": self._rates,
+            "learn_next": self._learn_next,
             "codecs": {
                 format_spec(key): state.state_dict() for key, state in self._exchange.states.items()
             },
         }
+
+    def _go_on(self, progress: Mapping[str, Any]) -> None:
+        """Take what :meth:`_progress` returned."""
+        self.rounds = int(progress["rounds"])
+        self._rates = tuple(progress["last_rates"])
+        self._learn_next = bool(progress["learn_next"])
+        for spec, learnt in progress["codecs"].items():
+            self._exchange.load_state(parse(spec), learnt)
+
+    def _keep(self, kept: Kept, rates: Mapping[str, float]) -> None:
+        """Keep this of each layer, and nothing else; buckets must be laid out anew."""
+        self._situation.rates.clear()
+        self._situation.rates.update(rates)
+        self._memories = {}
+        self._carry = kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned on the same rank, between two steps.
@@ -795,26 +821,20 @@ class Reducer:
             "load_compression_state_dict",
             checked,
             states.shared,
-            alone=not self._active,
+            alone=self._alone,
             remedy="every rank must load what it saved at the same step of one run",
         )
-        self.rounds = state["rounds"]
-        self._rates = tuple(state["last_rates"])
-        self._learn_next = state["learn_next"]
+        self._go_on(state)
         if self._pilot and state["pilot"] is not None:
             self._pilot.load_state_dict(copy.deepcopy(state["pilot"]))
             self._choice = replace(self._choice, planned=states.planned(state))
         self._order = list(state["order"]) if self._buckets is None else self._order
-        for spec, learnt in state["codecs"].items():
-            self._exchange.load_state(parse(spec), learnt)
-        self._situation.rates.clear()
-        self._situation.rates.update(state["rates"])
-        self._memories = {}
         devices = dict(zip(self._names, (p.device for p in self._params), strict=True))
-        self._carry = {
+        kept = {
             name: {slot: held.detach().to(devices[name], copy=True) for slot, held in slots.items()}
             for name, slots in state["kept"].items()
         }
+        self._keep(kept, state["rates"])
         if self._buckets is not None:
             self._lay_out(self._order)
 

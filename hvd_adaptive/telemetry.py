@@ -382,6 +382,7 @@ class Meter:
         "_sinks",
         "_step",
         "_steps",
+        "_telemetry",
         "_warm",
         "_window_start",
     )
@@ -417,13 +418,41 @@ class Meter:
         self._past_seconds = 0.0
         self._past_steps = 0
         self._warm: tuple[int, float, list[float]] | None = None
-        if sinks is not None:
-            self._sinks = list(sinks)
-        else:
-            self._sinks = _open_sinks(telemetry) if rank == 0 else []
+        self._telemetry = telemetry
+        self._sinks = list(sinks or ())
+        if sinks is None and rank == 0:
+            self._open()
+        elif self._sinks:
+            atexit.register(self.close)
+
+    def _open(self) -> None:
+        self._sinks = _open_sinks(self._telemetry)
         if self._sinks:
             # Horovod's optimizer has no close(), so a drop-in's user does not call one.
             atexit.register(self.close)
+
+    def ranks_changed(self, before: int, rank: int, dense_traffic: float) -> None:
+        """Goes on in an elastic run whose ranks have changed: whoever is rank 0 now writes.
+
+        Args:
+            before: this process's rank until now.
+            rank: its rank from now on.
+            dense_traffic: as of the meter, for the ranks that there are now.
+
+        Warns:
+            RuntimeWarning: this rank cannot write to the `logdir`.
+        """
+        self._dense_traffic = dense_traffic
+        if before == 0 or rank != 0 or self._sinks:
+            return
+        try:
+            self._open()
+        except (OSError, ModuleNotFoundError) as error:
+            warnings.warn(
+                f"{error}; nothing is written by this rank, training goes on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def bucket(
         self,

@@ -84,9 +84,14 @@ class Transport:
         return int(self._process_set.size())
 
     @property
+    def averages(self) -> bool:
+        """Whether an allreduce averages; else it sums."""
+        return bool(self._op == hvd.Average)
+
+    @property
     def scale(self) -> float:
         """What a sum that is made here, not by an allreduce, is multiplied with."""
-        return 1.0 / self.size if self._op == hvd.Average else 1.0
+        return 1.0 / self.size if self.averages else 1.0
 
     def submit(self, request: Request, name: str, step: int) -> Handle:
         """Start a collective.

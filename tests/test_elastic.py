@@ -1,0 +1,238 @@
+"""Ranks that join, fail and leave under a real elastic launch: training goes on, on all that are left.
+
+One launch lives through all of it, with several optimizers side by side (tests/elastic_training.py),
+because each start of a rank takes seconds; the tests then look at what it left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from elastic_training import EXACT, OPTIONS
+from lab import horovodrun
+from rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
+
+pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SECONDS = 120
+"""For each turn of the story, on a busy machine."""
+STEPS = 8
+"""That all ranks must make before the next turn."""
+EXACTLY = 1e-5
+"""What rounding may do to weights and estimates in these few steps."""
+
+Ranks: TypeAlias = dict[int, dict[str, Any]]
+"""The last line of each process that lives, by process."""
+
+
+class Launch:
+    """An elastic launch whose hosts change: different names of this machine."""
+
+    def __init__(self, folder: Path, *hosts: str) -> None:
+        self.folder = folder
+        self.hosts(*hosts)
+        script = folder / "discover"
+        script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+        script.chmod(0o755)
+        command = [*horovodrun(len(hosts)), "--gloo", "--min-np", "1", "--max-np", "4",
+                   "--network-interface", "lo", "--host-discovery-script", str(script),
+                   sys.executable, str(ROOT / "tests/elastic_training.py"), str(folder)]  # fmt: skip
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        }
+        with (folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def hosts(self, *hosts: str) -> None:
+        """What the discovery script finds from now on."""
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{host}\n" for host in hosts))
+        new.rename(self.folder / "hosts")
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def lines(self) -> dict[int, list[dict[str, Any]]]:
+        """What each process has written."""
+        return {
+            int(file.name.removeprefix("rank-")): [
+                json.loads(line) for line in file.read_text().splitlines()
+            ]
+            for file in self.folder.glob("rank-*")
+        }
+
+    def ranks(self) -> Ranks:
+        return {process: rows[-1] for process, rows in self.lines().items() if rows and lives(process)}
+
+    def until(self, what: str, done: Callable[[Ranks], bool]) -> Ranks:
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            ranks = self.ranks()
+            if done(ranks):
+                return ranks
+            time.sleep(0.25)
+        pytest.fail(f"never reached: {what}; the ranks are at {self.ranks()}\n{self.output}")
+
+    def train(self, size: int) -> Ranks:
+        """Until so many ranks have trained together for a while."""
+        begin = max([row["step"] for row in self.ranks().values()], default=0)
+        return self.until(
+            f"{size} ranks train from step {begin} on",
+            lambda ranks: (
+                sorted(
+                    row["rank"]
+                    for row in ranks.values()
+                    if row["size"] == size and row["step"] >= begin + STEPS
+                )
+                == list(range(size))
+            ),
+        )
+
+    def close(self) -> None:
+        """End what is left of it."""
+        for process in [self.process.pid, *self.ranks()]:
+            if lives(process):
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def kill(ranks: Ranks, rank: int) -> None:
+    (process,) = (process for process, row in ranks.items() if row["rank"] == rank)
+    os.kill(process, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Story:
+    """What is left of the launch when it has ended."""
+
+    folder: Path
+    code: int
+    output: str
+    lines: dict[int, list[dict[str, Any]]]
+    left_behind: list[int]
+    killed_at: int
+    """The step at which rank 0 was killed."""
+
+    def of(self, what: str) -> list[dict[str, Any]]:
+        """All processes' lines of one kind, in the order of their steps."""
+        rows = [row for rows in self.lines.values() for row in rows if row["what"] == what]
+        return sorted(rows, key=lambda row: int(row["step"]))
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    warm_kernels()
+    launch = Launch(tmp_path_factory.mktemp("elastic"), "localhost:1", "127.0.0.1:1")
+    try:
+        launch.train(2)
+        (launch.folder / "fail").touch()  # an error of the network: all survive and go back
+        launch.until("a failure", lambda _: not (launch.folder / "fail").exists())
+        launch.train(2)
+        launch.hosts("localhost:1", "127.0.0.1:1", "127.1:1")  # one joins
+        kill(launch.train(3), rank=2)
+        ranks = launch.train(2)
+        kill(ranks, rank=0)
+        (last,) = launch.train(1).values()
+        launch.hosts(f"{last['host']}:3")  # two join; Horovod starts nothing more on hosts that failed
+        launch.train(3)
+        launch.hosts(f"{last['host']}:2")  # one leaves
+        launch.train(2)
+        (launch.folder / "end").touch()
+        code = launch.process.wait(SECONDS)
+        end = time.monotonic() + 10
+        while launch.ranks() and time.monotonic() < end:
+            time.sleep(0.25)
+        yield Story(
+            launch.folder, code, launch.output, launch.lines(), [*launch.ranks()],
+            max(row["step"] for row in ranks.values()),
+        )  # fmt: skip
+    finally:
+        launch.close()
+
+
+def test_training_goes_on_to_its_end_with_equal_parameters_on_all_ranks(story: Story) -> None:
+    assert story.code == 0, story.output
+    ends = story.of("end")
+    assert sorted((row["name"], row["rank"]) for row in ends) == sorted(
+        (name, rank) for name in OPTIONS for rank in (0, 1)
+    )
+    assert all(row["equal"] and row["moved"] > 0 and row["size"] == 2 for row in ends), ends
+
+
+def test_what_is_not_sent_yet_goes_back_with_the_weights_and_is_shared_with_a_rank_that_joins(
+    story: Story,
+) -> None:
+    assert story.of("fails"), "nothing has failed"
+    joined = next(row["step"] for row in story.of("commit") if row["size"] == 3)
+    before_losses = [row for row in story.of("commit") if row["step"] <= joined]
+    assert {row["size"] for row in before_losses} == {2, 3}
+    for row in before_losses:
+        assert all(row["off"][name] < EXACTLY for name in EXACT), row
+
+
+def test_only_the_loss_of_a_rank_loses_what_was_not_sent(story: Story) -> None:
+    for first, second in pairwise(story.of("commit")):
+        if first["size"] == second["size"]:
+            for name in EXACT:
+                assert abs(first["off"][name] - second["off"][name]) < EXACTLY, (first, second)
+
+
+def test_the_mean_of_ef21_stays_that_of_the_ranks_that_there_are(story: Story) -> None:
+    for row in story.of("commit"):
+        assert row["off"]["ef21"] < EXACTLY, row
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_telemetry_goes_on_when_rank_0_dies(story: Story, name: str) -> None:
+    folder = story.folder / name
+    records = [json.loads(line) for line in (folder / "telemetry.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records if "scalars" in record]
+    assert max(steps) >= story.of("end")[-1]["step"] - 2, steps
+    assert len([step for step in steps if step > story.killed_at]) >= 2 * STEPS, steps
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 2
+    shown = [record["texts"]["elastic"] for record in records if "elastic" in record.get("texts", {})]
+    assert [re.findall(r"\d+", text)[:3] for text in shown] == [
+        ["0", "0", "2"], ["1", "0", "3"], ["0", "1", "2"], ["0", "1", "1"], ["2", "0", "3"],
+        ["0", "1", "2"],
+    ]  # fmt: skip
+
+
+def test_rank_0_says_once_what_has_changed(story: Story) -> None:
+    said = [line for line in story.output.splitlines() if "hvd_adaptive: step" in line]
+    assert len(said) == 6 * len(OPTIONS), said
+    lost = [line for line in said if "what those that left had not sent yet is lost" in line]
+    assert all("0 left" not in line for line in lost)
+    assert len(lost) == 3 * (len(EXACT) + len(("ef21", "dgc"))), lost
+    anew = [line for line in said if "the planner begins anew" in line]
+    assert len(anew) == 6 * len(("accordion", "lgreco")), anew
+
+
+def test_a_rank_that_leaves_ends_alone_and_no_process_is_left(story: Story) -> None:
+    # Horovod ends a rank that it no longer needs by an exception that nobody catches
+    removed = len(re.findall("has been removed from elastic job", story.output))
+    assert removed == 1
+    assert story.output.count("terminate called") == removed, story.output
+    assert "Traceback" not in story.output, story.output
+    assert story.left_behind == []
