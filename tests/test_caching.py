@@ -69,9 +69,10 @@ def test_ranks_without_a_home_share_a_cache_of_their_own_and_each_warns_once(
     temporary = tmp_path / "tmp"
     temporary.mkdir(0o1777)
     for hits, ranks in ((0, 2), (1, 1)):
-        for returned, found, warned in map(outcome, [start(read_only, temporary) for _ in range(ranks)]):
+        started = [start(read_only, temporary) for _ in range(ranks)]
+        for returned, found, warned in map(outcome, started):
             assert returned == 4
-            assert found >= hits  # of two that start at once, one may find what the other has written
+            assert found >= hits  # of two that start at once, one may find what the other wrote
             assert len(warned) == 1
             assert f"kept in {temporary}" in warned[0]
     [folder] = temporary.iterdir()

@@ -1225,6 +1225,19 @@ def test_cpu_and_reference_find_the_same_damage() -> None:
         assert outcome(cpu, body) == outcome(reference, body)
 
 
+@pytest.mark.parametrize("zeros", [24, 26, 30, 45])
+@pytest.mark.parametrize("head", ["111000", "010000", "110001", "101101"])
+def test_cpu_and_reference_say_the_same_of_a_gap_that_is_too_long(zeros: int, head: str) -> None:
+    # the second gap's zeros are all in the word that the first was read from
+    stream = stream_of(head + "1" + 7 * "0" + zeros * "0" + "1" + 25 * "01")
+    body = tensor_of(layer_bytes(2, FP32, stream, ONE * 2))
+    said = [
+        finding(kernels.sparse_decompress_add_, body, [torch.zeros(3000)], 1.0)
+        for kernels in (cpu, reference)
+    ]
+    assert said[0] == said[1] != ""
+
+
 def add_each(bodies: list[Tensor], outs: list[Tensor], scale: float) -> None:
     for body in bodies:
         cpu.sparse_decompress_add_(body, outs, scale)

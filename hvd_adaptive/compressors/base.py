@@ -476,7 +476,8 @@ class GatheredCompressor(Compressor):
         As :meth:`decompress_layers_add_` of one after the other to zeros, bit for bit. When a
         WireError is raised, what the outputs hold means nothing.
         """
-        torch._foreach_zero_(list(outs))
+        if outs:
+            torch._foreach_zero_(list(outs))
         marks = np.zeros(len(outs), np.bool_)
         for body in bodies:
             marks |= self.decompress_layers_add_(body, outs, scale)

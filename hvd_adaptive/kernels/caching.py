@@ -1,9 +1,11 @@
 """Where compiled kernels are kept between runs: where Numba keeps them, or in a folder for this user.
 
-Numba takes the first of ``NUMBA_CACHE_DIR``, the ``__pycache__`` beside the source, and the user's cache
-folder that can be written, and without any it refuses to compile: a package that an administrator
-installed would then not even be imported by a user without a home.
+Numba takes the first of ``NUMBA_CACHE_DIR``, the ``__pycache__`` beside the source, and the user's
+cache folder that can be written, and without any it refuses to compile: a package that an administrator
+installed could then not even be imported by a user without a home.
 """
+
+# mypy: disable-error-code="attr-defined"
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @contextmanager
 def _kept_in(folder: Path) -> Iterator[None]:
-    """Have Numba choose ``folder`` for what is decorated meanwhile, and for no other code's functions."""
+    """Have Numba choose ``folder`` for what is decorated meanwhile, not for other code's functions."""
     before = config.CACHE_DIR
     config.CACHE_DIR = str(folder)
     try:
@@ -63,23 +65,25 @@ def _folder_for_lack_of_another() -> Path | None:
 
     Warns, once.
     """
-    where = "neither beside the package nor in the user's cache folder can a file be written"
-    advice = "set NUMBA_CACHE_DIR to a folder of your own that can be written"
+    folder = None
     try:
         folder = private_folder(Path(tempfile.gettempdir()))
+        what = f"are kept in {folder}"
     except OSError as error:
-        message = f"they are compiled anew by every process, for up to a minute ({error})"
-        warnings.warn(f"Numba's compiled kernels are not kept: {where}; {message}: {advice}", stacklevel=4)
-        return None
-    warnings.warn(f"Numba's compiled kernels are kept in {folder}: {where}: {advice}", stacklevel=4)
+        what = f"are compiled anew by every process, for up to a minute ({error})"
+    warnings.warn(
+        f"Numba's kernels {what}, because neither beside the package nor in the user's cache folder "
+        "can files be written: set NUMBA_CACHE_DIR to a folder of yours that can",
+        stacklevel=4,
+    )
     return folder
 
 
 def private_folder(parent: Path) -> Path:
     """A folder in ``parent`` that nobody but this user can have made, write to or replace.
 
-    What it holds is executed: a folder that another user has planted there must not be taken. Ranks that
-    start at once find the same one.
+    What it holds is executed: a folder that another user has planted there must not be taken. Ranks
+    that start at once find the same one.
 
     Args:
         parent: usually where all users may write, such as ``/tmp``.
@@ -97,10 +101,8 @@ def private_folder(parent: Path) -> Path:
     above = parent.stat()
     if above.st_uid not in (0, user) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
         raise PermissionError(f"others could replace what is in {parent}")
-    try:
+    with suppress(FileExistsError):  # made by another rank, by an earlier run, or by somebody else
         folder.mkdir(0o700)
-    except FileExistsError:
-        pass  # by another rank, by an earlier run, or by somebody else
     found = folder.lstat()  # not where a link leads to
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of this user's alone")
