@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -351,6 +351,63 @@ def test_a_tensor_that_is_not_finite_is_refused_and_kept(spec: str, bad: float) 
 def test_the_specification_reads_back(spec: str) -> None:
     assert parse(format_spec(parse(spec))) == parse(spec)
     assert hash(parse(spec)) == hash(parse(format_spec(parse(spec))))
+
+
+# --- extreme numbers ------------------------------------------------------------------------------
+
+LARGEST = float(torch.finfo(torch.float32).max)
+EXTREMES = [
+    0.0,
+    -0.0,
+    1e-45,
+    -3e-45,
+    1e-40,
+    1.2e-38,
+    6e-8,
+    1.0,
+    -65519.0,
+    1e20,
+    -1e20,
+    1e38,
+    -LARGEST,
+    LARGEST,
+]
+NUMBERS = st.sampled_from(EXTREMES) | st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def check_nothing_lost(x: Tensor, sent: Tensor, rest: Tensor, reach: Tensor) -> None:
+    """All is finite, and payload + remainder is what ``x`` was, but for roundings of what reaches so far.
+
+    Where the remainder would be beyond the largest number, it is that one.
+    """
+    assert bool(sent.isfinite().all() and rest.isfinite().all())
+    lost = (x.double() - sent.double() - rest.double()).abs()
+    assert bool((lost <= 2.0**-21 * reach + 4e-45)[rest.abs() < LARGEST].all())
+
+
+@member
+@pytest.mark.filterwarnings("error")
+@settings(deadline=None, max_examples=25)
+@example([LARGEST, -1e20, 1e38, 0.5, -LARGEST], 97)
+@example([LARGEST] + [1.0, -2.0, 0.1] * 20, 17)
+@example([3e-45, 0.0, 1e-40], 30)
+@given(st.lists(NUMBERS, min_size=1, max_size=40), st.sampled_from([1, 30]))
+def test_extreme_numbers_stay_finite_and_none_is_lost(
+    spec: str, values: list[float], repeats: int
+) -> None:
+    compressor, x = parse(spec), torch.tensor(repeats * values)
+    rest = x.clone()
+    payload = compressor.compress_(rest, compressor.level, key=repeats)
+    sent = decoded(compressor, payload)
+    reach = torch.stack([x, sent, rest]).double().abs().amax(0)
+    check_nothing_lost(x, sent, rest, reach.max() if compressor.name == "powersgd" else reach)
+    [error], [size] = compressor.errors(x, [compressor.level]), compressor.sizes(x, [compressor.level])
+    assert 0 <= error < float("inf")
+    assert size >= 0
+    if isinstance(compressor, MultiLevel):
+        weaker = 10 * compressor.level if compressor.name == "threshold" else compressor.level / 10
+        again = decoded(compressor, compressor.shrink_(payload, rest, weaker))
+        check_nothing_lost(x, again, rest, torch.maximum(reach, again.double().abs()))
 
 
 # --- many layers, and damage ----------------------------------------------------------------------

@@ -901,6 +901,19 @@ def test_outputs_that_cannot_be_added_to_are_refused(kernels: ModuleType) -> Non
         kernels.spectrum(torch.zeros(4).double())
 
 
+@MODULES
+def test_the_largest_number_that_is_not_sent_after_all_does_not_become_infinite(
+    kernels: ModuleType,
+) -> None:
+    # as signs, which all get the mean, it leaves a remainder that was rounded up, and so is their sum
+    unit, one_layer = 2.0**103, np.array([0, 4])
+    largest = float(torch.finfo(torch.float32).max)
+    x = torch.tensor([8 * unit, 4 * unit, 2 * unit, largest])
+    body, _ = kernels.sparse_compress_(x, one_layer, np.array([4]), ValueFormat.sign)
+    kernels.sparse_shrink_(body, x, one_layer, np.array([1]), ValueFormat.sign)
+    assert x[3] == largest
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 

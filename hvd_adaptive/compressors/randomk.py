@@ -159,7 +159,8 @@ class RandomK(LinearCompressor, MultiLevel):
     ) -> Float64s:
         """In expectation over the sets: ``1 - density`` of the energy, or ``1 / density - 1``."""
         del shape, state
-        energy = sum(float(part @ part) for part in x.split(1 << 16))
+        # in float64: squares of what is finite fit
+        energy = sum(float(part.double().square().sum()) for part in x.split(1 << 16))
         shares = np.array([wire.count_of(x.numel(), level) for level in levels]) / max(1, x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))

@@ -65,6 +65,7 @@ from hvd_adaptive.kernels.reference import (
     BINS,
     CANCELLED,
     LARGE,
+    LARGEST,
     SAMPLE,
     SMALL,
     STRIDES,
@@ -1649,6 +1650,9 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
     target = carray(float32_pointer(x), n)
     for i in range(kept):
         target[indices[i]] += values[i]
+    largest = np.float32(LARGEST)
+    for i in range(count):  # rounding up the largest of all magnitudes would give Inf
+        target[old_indices[i]] = min(max(target[old_indices[i]], -largest), largest)
     stats[0], stats[1], stats[2], stats[3] = energy, sent, float(kept), 0.0
     return 0, after, out, count
 
