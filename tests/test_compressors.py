@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -329,6 +330,46 @@ def test_a_tensor_of_another_kind_is_refused(spec: str, wrong: Tensor) -> None:
         parse(spec).compress_(wrong, parse(spec).level)
 
 
+def refusal(act: Callable[[], object]) -> str:
+    """What a ValueError said; nothing if there was none."""
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@member
+def test_tensors_with_gaps_are_refused_or_give_what_contiguous_ones_do(spec: str) -> None:
+    compressor, level = parse(spec), parse(spec).level
+    payload = compressor.compress_(sample(64), level)
+    right = decoded(compressor, payload)
+    wide = torch.zeros(128)
+    if not refusal(lambda: compressor.decompress_add_(payload, wide[::2])):
+        assert torch.equal(wide[::2], right)
+    assert not wide[1::2].any()
+    double = torch.zeros(64, dtype=torch.float64)
+    if not refusal(lambda: compressor.decompress_add_(payload, double)):
+        assert torch.equal(double.float(), right)
+    flipped = torch.zeros(4, 16).T
+    assert refusal(lambda: compressor.decompress_add_(payload, flipped)) or torch.equal(
+        flipped.reshape(-1), right
+    )
+    gaps = payload.data.repeat_interleave(2)[::2]
+    if gaps.numel() > 1:
+        with pytest.raises(ValueError, match="contiguous"):
+            compressor.decompress_add_(replace(payload, data=gaps), torch.zeros(64))
+    x = sample(64).repeat_interleave(2)[::2]
+    found: list[float] = []
+    if not refusal(lambda: found.extend(compressor.errors(x, [level]))):
+        assert found == compressor.errors(sample(64), [level]).tolist()
+    if isinstance(compressor, MultiLevel):
+        with pytest.raises(ValueError, match="1-D contiguous float32"):
+            compressor.shrink_(payload, torch.zeros(128)[::2], level)
+        with pytest.raises(WireError):
+            compressor.shrink_(payload, torch.zeros(63), level)
+
+
 @member
 def test_a_payload_of_another_tensor_is_refused(spec: str) -> None:
     compressor = parse(spec)
@@ -376,7 +417,7 @@ NUMBERS = st.sampled_from(EXTREMES) | st.floats(width=32, allow_nan=False, allow
 
 
 def check_nothing_lost(x: Tensor, sent: Tensor, rest: Tensor, reach: Tensor) -> None:
-    """All is finite, and payload + remainder is what ``x`` was, but for roundings of what reaches so far.
+    """All is finite, and payload + remainder is what ``x`` was, but for roundings.
 
     Where the remainder would be beyond the largest number, it is that one.
     """

@@ -362,6 +362,7 @@ class CastCompressor(LinearCompressor):
     @final
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Add the cast values."""
+        check_output(out, out.dtype)
         expected = self.wire_dtype or out.dtype
         check_values(self.name, payload.data, out.numel(), expected)
         out.add_(payload.data.to(out.dtype), alpha=scale)
@@ -531,6 +532,15 @@ def check_input(x: Tensor) -> None:
         )
 
 
+def check_output(out: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Raise ValueError unless ``out`` is a 1-D contiguous tensor of ``dtype``."""
+    if out.dtype != dtype or out.dim() != 1 or not out.is_contiguous():
+        raise ValueError(
+            f"values are added to a 1-D contiguous {dtype} tensor, got {out.dtype} of shape "
+            f"{tuple(out.shape)}, stride {out.stride()}"
+        )
+
+
 def all_finite(x: Tensor) -> bool:
     """Whether ``x`` holds neither a NaN nor an Inf. Cost: one read of it.
 
@@ -543,10 +553,11 @@ def all_finite(x: Tensor) -> bool:
 
 
 def check_values(name: str, data: Tensor, numel: int, dtype: torch.dtype) -> None:
-    """Raise WireError unless ``data`` is ``numel`` values of ``dtype``."""
-    if data.dtype != dtype or data.numel() != numel:
+    """Raise WireError unless ``data`` is ``numel`` values of ``dtype``, one after the other."""
+    if data.dtype != dtype or data.shape != (numel,) or not data.is_contiguous():
         raise WireError(
-            f"{name}: got {data.numel()} values of {data.dtype}, expected {numel} of {dtype}"
+            f"{name}: got {data.dtype} of shape {tuple(data.shape)}, stride {data.stride()}, expected "
+            f"{numel} contiguous values of {dtype}"
         )
 
 

@@ -23,6 +23,7 @@ from hvd_adaptive.compressors.base import (
     Shape,
     all_finite,
     check_input,
+    check_output,
     check_values,
 )
 from hvd_adaptive.keys import mix
@@ -42,9 +43,9 @@ class PowerSGD(LinearCompressor):
     With M the layer as a matrix (a convolution as outputs x inputs * kernel): ``P = M Q``, summed over
     the ranks and made orthonormal; ``Q = M^T P``, summed; the layer is ``P Q^T``, and Q starts the next
     step. Two allreduces a bucket: one for all P and the layers that travel dense, one for all Q.
-    Biased: use it with error feedback. Magnitudes near float32's largest saturate. Memory: Q, and the residual. Cost: two products with a matrix of
-    ``rank`` columns and a QR decomposition of P. Layers with one dimension, and those whose factors
-    would not be smaller than they are, travel dense. Source: Vogels, Karimireddy and Jaggi, "PowerSGD"
+    Biased: use it with error feedback. Magnitudes near float32's largest saturate. Memory: Q, and the
+    residual. Cost: two products with a matrix of ``rank`` columns and a QR decomposition of P. Layers
+    with one dimension, and those whose factors would not be smaller than they are, travel dense. Source: Vogels, Karimireddy and Jaggi, "PowerSGD"
     (NeurIPS 2019), algorithms 1 and 2.
 
     Args:
@@ -137,6 +138,7 @@ class PowerSGD(LinearCompressor):
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Add ``P Q^T``."""
+        check_output(out)
         shape = payload.shape or folded(payload.numel)
         if math.prod(shape) != out.numel():
             raise WireError(
@@ -162,6 +164,7 @@ class PowerSGD(LinearCompressor):
     ) -> Float64s:
         """The energy beyond each rank, from one decomposition: what warm-started iterations come to."""
         del state
+        check_input(x)
         shape = shape or folded(x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))
