@@ -7,7 +7,7 @@ A case takes a good payload, damages it (or not, in one of 16), and lets an oper
 and outputs lie each between two pages that cannot be read or written, at the beginning or at the end of
 what is between them, so that one byte too far is a segmentation fault. Beyond that:
 
-* what is refused is refused with WireError, and what is not decodes to finite numbers, but for layers
+* what is refused is refused with WireError (or, a frame that says so, as too large), and what is not decodes to finite numbers, but for layers
   that are marked as not finite;
 * undamaged payloads decode to what the reference decodes them to, and of every 40 cases one is given to
   the reference, too: it must find the same;
@@ -46,7 +46,7 @@ from hvd_adaptive.compressors import quantized as quantized_module
 from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
 from hvd_adaptive.compressors.sparse import SparseCompressor
 from hvd_adaptive.kernels import cpu, quantize_reference, reference
-from hvd_adaptive.wire import CODE_BLOCK, WireError
+from hvd_adaptive.wire import CODE_BLOCK, TooLargeError, WireError
 
 SPECS = [
     *(f"topk:density=0.05,values={how}" for how in wire.ValueFormat.__members__),
@@ -438,7 +438,7 @@ def frames(subject: Subject, body: Tensor, where: Place) -> Result:
     try:
         bodies, _ = wire.split_frames(body, BUCKET, 2 * len(subject.sizes), ranks=2)
         codes = [code for each in bodies for code in wire.split_parts(each, 2)]
-    except WireError as error:
+    except (WireError, TooLargeError) as error:
         return refused(error), []
     results = [add(subject, code, where)[0] for code in codes]
     return next((each for each in results if isinstance(each, str)), results), []
@@ -462,10 +462,8 @@ def add_linear(subject: Subject, body: Tensor, where: Place) -> Result:
     return "", [out]
 
 
-def refused(error: WireError) -> str:
+def refused(error: ValueError) -> str:
     """What a refusal said."""
-    if type(error) is not WireError:
-        raise error
     return f"refused: {error}"
 
 

@@ -45,8 +45,8 @@ class PowerSGD(LinearCompressor):
     step. Two allreduces a bucket: one for all P and the layers that travel dense, one for all Q.
     Biased: use it with error feedback. Magnitudes near float32's largest saturate. Memory: Q, and the
     residual. Cost: two products with a matrix of ``rank`` columns and a QR decomposition of P. Layers
-    with one dimension, and those whose factors would not be smaller than they are, travel dense. Source: Vogels, Karimireddy and Jaggi, "PowerSGD"
-    (NeurIPS 2019), algorithms 1 and 2.
+    with one dimension, and those whose factors would not be smaller than they are, travel dense.
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
 
     Args:
         rank: columns of P and Q, at least 1.
