@@ -7,8 +7,8 @@ A case takes a good payload, damages it (or not, in one of 16), and lets an oper
 and outputs lie each between two pages that cannot be read or written, at the beginning or at the end of
 what is between them, so that one byte too far is a segmentation fault. Beyond that:
 
-* what is refused is refused with WireError (or, a frame that says so, as too large), and what is not decodes to finite numbers, but for layers
-  that are marked as not finite;
+* what is refused is refused with WireError (or, a frame that says so, as too large), and what is not
+  decodes to finite numbers, but for layers that are marked as not finite;
 * undamaged payloads decode to what the reference decodes them to, and of every 40 cases one is given to
   the reference, too: it must find the same;
 * sums are those of adding one by one; clearing clears and does nothing else; a payload that is
@@ -272,16 +272,23 @@ class Subject:
         return body.numpy().tobytes()
 
 
-def prepare(only: str) -> list[Subject]:
-    """Every subject whose specification contains ``only``."""
-    specs = [
-        *SPECS,
-        *(name for name in REGISTRY if not any(s.partition(":")[0] == name for s in SPECS)),
+def members(only: str = "") -> dict[str, Any]:
+    """Every compressor whose specification contains ``only``."""
+    covered = {spec.partition(":")[0] for spec in SPECS}
+    specs = [*SPECS, *(name for name in REGISTRY if name not in covered)]
+    found: dict[str, Any] = {spec: parse(spec) for spec in specs}
+    found[Halves.name] = Halves()
+    return {spec: member for spec, member in found.items() if only in spec}
+
+
+def prepare(only: str = "") -> list[Subject]:
+    """Good payloads of these compressors, for every choice of layers."""
+    subjects = [
+        Subject(spec, member, sizes)
+        for spec, member in members(only).items()
+        for sizes in LAYERS
+        if len(sizes) == 1 or not isinstance(member, LinearCompressor)
     ]
-    named = {spec: parse(spec) for spec in specs if only in spec}
-    if only in "layerwise":
-        named["layerwise"] = Halves()
-    subjects = [Subject(s, c, sizes) for s, c in named.items() for sizes in LAYERS if _fits(c, sizes)]
     for number, subject in enumerate(subjects):
         generator = torch.Generator().manual_seed(number)
         for scale in (1.0, 12.0, 0.1):
@@ -296,10 +303,6 @@ def prepare(only: str) -> list[Subject]:
             with reference_kernels():
                 subject.decoded.append(outcome(add, subject, as_tensor(subject.bodies[-1]), plain))
     return subjects
-
-
-def _fits(compressor: Any, sizes: tuple[int, ...]) -> bool:
-    return len(sizes) == 1 if isinstance(compressor, LinearCompressor) else True
 
 
 def as_tensor(data: bytes | bytearray) -> Tensor:
