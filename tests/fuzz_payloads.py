@@ -97,7 +97,8 @@ class Guard:
     def __init__(self, size: int) -> None:
         page = mmap.PAGESIZE
         self.size = -(-size // page) * page
-        self.memory = mmap.mmap(-1, self.size + 2 * page)
+        # not shared: every worker has its own
+        self.memory = mmap.mmap(-1, self.size + 2 * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

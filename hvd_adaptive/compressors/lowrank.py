@@ -280,7 +280,7 @@ def scaled_down(q: Tensor) -> Tensor:
 
     Example:
         >>> scaled_down(torch.tensor([[3.0, 2e38], [-1.0, 0.0]])).tolist()[1]
-        [-0.125, 0.0]
+        [-0.0625, 0.0]
     """
     wide = q.double()
     return torch.ldexp(wide, -1 - torch.frexp(wide.abs().sum(0)).exponent).float()

@@ -28,9 +28,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     Args:
         options: of ``numba.njit``.
 
-    Example:
-        >>> jit(nogil=True)(lambda a: 2 * a)(3)
-        6
+    Example: ``@jit(nogil=True)`` above a function.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
