@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hvd_adaptive import wire
 from hvd_adaptive.compressors.base import CastCompressor, Compressor, Level
 from hvd_adaptive.layers import Collective, Layer
 
@@ -137,6 +138,48 @@ def build_buckets(
     return tuple(
         _bucket(index, [layer for _, layer in run], routes) for index, run in enumerate(closed)
     )
+
+
+def check_gathered(buckets: Sequence[Bucket], ranks: int) -> None:
+    """Raise where all ranks would gather more than MPI's 32-bit displacements reach.
+
+    Everything that decides is the same on all ranks. Compressors whose data decide how much they send
+    are left out: what is too much then shows when it is there (:func:`hvd_adaptive.wire.too_large`).
+
+    Args:
+        buckets: of one layout.
+        ranks: that take part.
+
+    Raises:
+        ValueError: names the bucket, its layers, the bytes, and what to write instead.
+    """
+    for bucket in buckets:
+        total = _gathered_bytes(bucket, ranks)
+        if total > wire.MAX_GATHERED_BYTES:
+            first, last = bucket.layers[0].name, bucket.layers[-1].name
+            raise ValueError(
+                f"bucket {bucket.index} ({first} to {last}) would gather up to {total} bytes from "
+                f"{ranks} ranks, but MPI reaches {wire.MAX_GATHERED_BYTES}: use a level that sends "
+                "less, fp16 or another compressor that is summed, or, with several layers, a "
+                f"bucket_cap_mb below the bucket's {bucket.dense_bytes >> 20} MB"
+            )
+
+
+def _gathered_bytes(bucket: Bucket, ranks: int) -> int:
+    """The most that an allgather or alltoall of the bucket holds, where that is known; else 0."""
+    if bucket.collective is Collective.TWO_SHOT:
+        return -(-bucket.numel // ranks) * ranks * bucket.dtype.itemsize
+    if bucket.collective is not Collective.GATHER:
+        return 0
+    codes = [
+        sum(
+            part.compressor.wire_bytes(layer.numel, level, shape=layer.shape)
+            for layer, level in zip(bucket.layers[part.start : part.stop], part.levels, strict=True)
+        )
+        for part in bucket.parts
+        if not part.compressor.size_varies
+    ]
+    return ranks * wire.frame_bytes(codes)
 
 
 def travels_alone(layer: Layer, key: _Key, compressed: bool) -> bool:

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 
 from hvd_adaptive.transport import joins_named
+from hvd_adaptive.wire import MAX_GATHERED_BYTES
 
 T = TypeVar("T")
 
 _LENGTH_BYTES = 8
+_TOO_LARGE = "hvd_adaptive: too large"
+"""Key of what is sent in the place of a message that is too large."""
 
 
 class Control:
@@ -46,8 +49,14 @@ class Control:
         return int(self._process_set.rank())
 
     def allgather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. ``value`` must be JSON-serialisable."""
+        """The values of all ranks, in rank order. ``value`` must be JSON-serialisable.
+
+        Raises:
+            RuntimeError: on all ranks, where one has more to tell than MPI's 32-bit counts allow it.
+        """
         message = json.dumps(value).encode()
+        if len(message) + _LENGTH_BYTES > MAX_GATHERED_BYTES // self.size:
+            message = json.dumps({_TOO_LARGE: len(message)}).encode()
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         tensor = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         with joins_named():
@@ -58,6 +67,12 @@ class Control:
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
             values.append(json.loads(data[_LENGTH_BYTES:end]))
             data = data[end:]
+        for rank, told in enumerate(values):
+            if isinstance(told, dict) and _TOO_LARGE in told:
+                raise RuntimeError(
+                    f"{self._name}: rank {rank} has {told[_TOO_LARGE]} bytes to tell all others, of "
+                    f"which {self.size} ranks have {MAX_GATHERED_BYTES // self.size} each"
+                )
         return values
 
     def decide(self, build: Callable[[], Any]) -> Any:

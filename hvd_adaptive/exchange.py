@@ -336,8 +336,8 @@ class Exchange:
         memory = self._memory[bucket.index]
         work = [_as_float32(grad) for grad in grads]
         codes, fine_here = self._encode(bucket, work)
-        gathered = yield Request("allgather", _framed(codes, bucket, fine_here))
         ranks = self._transport.size
+        gathered = yield Request("allgather", _framed(codes, bucket, fine_here, ranks))
         bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), ranks)
         local = [each.clone() for each in work] if nonfinite else work
         marks = np.zeros(len(work), np.bool_)
@@ -495,8 +495,11 @@ def _room(bucket: Bucket) -> int:
     return wire.HEADER_BYTES if len(bucket.parts) == 1 else 0
 
 
-def _framed(codes: list[Tensor], bucket: Bucket, fine: npt.NDArray[np.bool_]) -> Tensor:
-    """One frame with the codes of all parts of the bucket."""
+def _framed(codes: list[Tensor], bucket: Bucket, fine: npt.NDArray[np.bool_], ranks: int) -> Tensor:
+    """One frame with the codes of all parts of the bucket, or what says that it is too large."""
+    size = wire.frame_bytes([code.numel() - _room(bucket) for code in codes])
+    if size > wire.MAX_GATHERED_BYTES // ranks:
+        return wire.too_large(size, bucket.index, len(bucket.layers))
     frame = codes[0] if len(codes) == 1 else wire.join_parts(codes)
     wire.write_header(frame, bucket.index, len(bucket.layers), nonfinite=not fine.all())
     return frame

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
 from hvd_adaptive import states
-from hvd_adaptive.buckets import Bucket, Route, build_buckets
+from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
 from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.control import Control
@@ -638,6 +638,7 @@ class Reducer:
         self._buckets = build_buckets(
             layers, routes, self._options.bucket_cap_bytes, self._groups(list(by_name))
         )
+        check_gathered(self._buckets, self._control.size)
         self._next = 0
         self._attach(self._buckets, kept)
         if self._pilot:

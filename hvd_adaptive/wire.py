@@ -25,7 +25,8 @@ Everything is little endian. A **sparse layer** is::
 
 A **body** is the layers of one bucket one after the other; a **frame** is a 16-byte header and the
 body: magic ``u16``, version ``u8``, flags ``u8`` (1: a layer was not finite), bytes of the body
-``u32``, bucket index ``u32``, number of layers ``u32``.
+``u32``, bucket index ``u32``, number of layers ``u32``. A rank whose frame would be too large for the
+gathering sends one with the flag 2 in its place, whose body is the size as ``u64``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ MAGIC = 0x4148  # "HA"
 VERSION = 3
 HEADER = struct.Struct("<HBBIII")
 HEADER_BYTES = HEADER.size
+_SIZE, _PART = struct.Struct("<Q"), struct.Struct("<I")
 
 CODE_BLOCK = 256
 HEAD_BITS = 6
@@ -53,12 +55,21 @@ MAX_SCALE = float(torch.finfo(torch.float32).max) / 127 * (1 - 2.0**-23)
 MAX_NUMEL = 2**31 - 1
 """Elements of one layer: indices are kept as int32."""
 MAX_BODY_BYTES = 2**32 - 1
+MAX_GATHERED_BYTES = 2**31 - 1
+"""What all ranks together may gather: MPI's counts and displacements are 32-bit, and beyond them it
+writes to the wrong places."""
+NONFINITE, TOO_LARGE = 1, 2
+"""Flags of a frame."""
 MAX_VARINT_BYTES = 9
 """63 bits: every length fits an int64."""
 
 
 class WireError(ValueError):
     """Bytes that no rank of this run can have sent: damaged, cut short, or of another bucket."""
+
+
+class TooLargeError(ValueError):
+    """More bytes than one operation can gather from all ranks; raised on all of them."""
 
 
 class ValueFormat(enum.IntEnum):
@@ -242,6 +253,19 @@ def write_header(buffer: Tensor, bucket: int, layers: int, nonfinite: bool = Fal
         buffer[:HEADER_BYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
 
 
+def too_large(size: int, bucket: int, layers: int) -> Tensor:
+    """What to send in the place of a frame of ``size`` bytes that is beyond a rank's share.
+
+    All ranks then find that out together, in :func:`split_frames`.
+
+    Example:
+        >>> too_large(10**10, bucket=7, layers=2).numel()
+        24
+    """
+    header = HEADER.pack(MAGIC, VERSION, TOO_LARGE, _SIZE.size, bucket, layers)
+    return torch.frombuffer(bytearray(header + _SIZE.pack(size)), dtype=torch.uint8)
+
+
 def frame(body: Tensor, bucket: int, layers: int) -> Tensor:
     """A header and a copy of ``body``; where the body has room in front, use :func:`write_header`.
 
@@ -276,6 +300,7 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> tuple[
     Raises:
         WireError: a frame is cut short, of another bucket, format or number of layers, or bytes are
             left over; the message names the rank, the bucket and what differed.
+        TooLargeError: a rank had more to send than it may.
     """
     bodies = []
     nonfinite = False
@@ -288,17 +313,29 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> tuple[
         header = here[position:start] if here is not None else bytes(buffer[position:start].tolist())
         found = HEADER.unpack(header)
         flags, size = found[2:4]
-        expected = (MAGIC, VERSION, flags & 1, size, bucket, layers)
+        known = flags & NONFINITE if flags != TOO_LARGE or size != _SIZE.size else flags
+        expected = (MAGIC, VERSION, known, size, bucket, layers)
         if found != expected:
             raise _frame_error(rank, bucket, _difference(found, expected))
         position = start + size
         if position > total:
             raise _frame_error(rank, bucket, f"its body ends at byte {position} of {total}")
+        if flags == TOO_LARGE:
+            raise _too_large_error(rank, bucket, buffer[start:position], ranks)
         bodies.append(buffer[start:position])
         nonfinite |= bool(flags)
     if position != total:
         raise _frame_error(ranks - 1, bucket, f"{total - position} bytes follow the last frame")
     return bodies, nonfinite
+
+
+def _too_large_error(rank: int, bucket: int, body: Tensor, ranks: int) -> TooLargeError:
+    (size,) = _SIZE.unpack(bytes(body.tolist()))
+    return TooLargeError(
+        f"rank {rank} has {size} bytes to send for bucket {bucket}, but of {ranks} ranks each can send "
+        f"at most {MAX_GATHERED_BYTES // ranks}, because MPI counts in 32 bits: use a level that sends "
+        "less, or a smaller bucket_cap_mb"
+    )
 
 
 def _frame_error(rank: int, bucket: int, what: str) -> WireError:
@@ -314,7 +351,14 @@ def _difference(found: Sequence[int], expected: Sequence[int]) -> str:
     )
 
 
-_PART = struct.Struct("<I")
+def frame_bytes(codes: Sequence[int]) -> int:
+    """Bytes of a frame of codes of so many bytes.
+
+    Example:
+        >>> frame_bytes([100]), frame_bytes([100, 0])
+        (116, 124)
+    """
+    return HEADER_BYTES + sum(codes) + (_PART.size * len(codes) if len(codes) > 1 else 0)
 
 
 def join_parts(codes: Sequence[Tensor]) -> Tensor:

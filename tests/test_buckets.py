@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.buckets import ALONE_BYTES, build_buckets
+from hvd_adaptive.buckets import ALONE_BYTES, build_buckets, check_gathered
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.routing import Choice, make_plan
@@ -130,3 +130,27 @@ def test_the_plan_shows_each_layers_bytes_and_its_digest_tells_plans_apart() -> 
     assert text[-1].split()[0] == "total"
     assert plan.digest == make_plan(layers, routes, version=0, step=0).digest
     assert plan.digest != make_plan(layers, routes, version=1, step=0).digest
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "ranks"),
+    [
+        ("topk:density=0.5,values=fp32", (1 << 14, 1 << 14), 16),
+        ("qsgd:bits=8", (1 << 14, 1 << 14), 8),
+        ("bf16", (1 << 15, 1 << 15), 2),
+    ],
+)
+def test_what_mpi_cannot_gather_is_refused_with_the_bucket_and_the_remedy(
+    spec: str, shape: tuple[int, ...], ranks: int
+) -> None:
+    layers = layers_of((10, 10), shape)
+    buckets = build_buckets(layers, choice(spec).routes(layers, frozenset()), 25 * MIB)
+    with pytest.raises(ValueError, match=r"bucket \d .*layer1\) would gather .* from .* bucket_cap_mb"):
+        check_gathered(buckets, ranks)
+    check_gathered(build_buckets(layers[:1], choice(spec).routes(layers, frozenset()), 1), ranks)
+
+
+def test_what_the_data_decide_and_what_is_summed_is_not_refused_beforehand() -> None:
+    layers = layers_of((1 << 14, 1 << 14))
+    for spec in ("threshold", "randomk:density=1.0", "fp16", "none"):
+        check_gathered(build_buckets(layers, choice(spec).routes(layers, frozenset()), MIB), 1000)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -329,6 +330,46 @@ def test_a_tensor_of_another_kind_is_refused(spec: str, wrong: Tensor) -> None:
         parse(spec).compress_(wrong, parse(spec).level)
 
 
+def refusal(act: Callable[[], object]) -> str:
+    """What a ValueError said; nothing if there was none."""
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@member
+def test_tensors_with_gaps_are_refused_or_give_what_contiguous_ones_do(spec: str) -> None:
+    compressor, level = parse(spec), parse(spec).level
+    payload = compressor.compress_(sample(64), level)
+    right = decoded(compressor, payload)
+    wide = torch.zeros(128)
+    if not refusal(lambda: compressor.decompress_add_(payload, wide[::2])):
+        assert torch.equal(wide[::2], right)
+    assert not wide[1::2].any()
+    double = torch.zeros(64, dtype=torch.float64)
+    if not refusal(lambda: compressor.decompress_add_(payload, double)):
+        assert torch.equal(double.float(), right)
+    flipped = torch.zeros(4, 16).T
+    assert refusal(lambda: compressor.decompress_add_(payload, flipped)) or torch.equal(
+        flipped.reshape(-1), right
+    )
+    gaps = payload.data.repeat_interleave(2)[::2]
+    if gaps.numel() > 1:
+        with pytest.raises(ValueError, match="contiguous"):
+            compressor.decompress_add_(replace(payload, data=gaps), torch.zeros(64))
+    x = sample(64).repeat_interleave(2)[::2]
+    found: list[float] = []
+    if not refusal(lambda: found.extend(compressor.errors(x, [level]))):
+        assert found == compressor.errors(sample(64), [level]).tolist()
+    if isinstance(compressor, MultiLevel):
+        with pytest.raises(ValueError, match="1-D contiguous float32"):
+            compressor.shrink_(payload, torch.zeros(128)[::2], level)
+        with pytest.raises(WireError):
+            compressor.shrink_(payload, torch.zeros(63), level)
+
+
 @member
 def test_a_payload_of_another_tensor_is_refused(spec: str) -> None:
     compressor = parse(spec)
@@ -351,6 +392,63 @@ def test_a_tensor_that_is_not_finite_is_refused_and_kept(spec: str, bad: float) 
 def test_the_specification_reads_back(spec: str) -> None:
     assert parse(format_spec(parse(spec))) == parse(spec)
     assert hash(parse(spec)) == hash(parse(format_spec(parse(spec))))
+
+
+# --- extreme numbers ------------------------------------------------------------------------------
+
+LARGEST = float(torch.finfo(torch.float32).max)
+EXTREMES = [
+    0.0,
+    -0.0,
+    1e-45,
+    -3e-45,
+    1e-40,
+    1.2e-38,
+    6e-8,
+    1.0,
+    -65519.0,
+    1e20,
+    -1e20,
+    1e38,
+    -LARGEST,
+    LARGEST,
+]
+NUMBERS = st.sampled_from(EXTREMES) | st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def check_nothing_lost(x: Tensor, sent: Tensor, rest: Tensor, reach: Tensor) -> None:
+    """All is finite, and payload + remainder is what ``x`` was, but for roundings.
+
+    Where the remainder would be beyond the largest number, it is that one.
+    """
+    assert bool(sent.isfinite().all() and rest.isfinite().all())
+    lost = (x.double() - sent.double() - rest.double()).abs()
+    assert bool((lost <= 2.0**-21 * reach + 4e-45)[rest.abs() < LARGEST].all())
+
+
+@member
+@pytest.mark.filterwarnings("error")
+@settings(deadline=None, max_examples=25)
+@example([LARGEST, -1e20, 1e38, 0.5, -LARGEST], 97)
+@example([LARGEST] + [1.0, -2.0, 0.1] * 20, 17)
+@example([3e-45, 0.0, 1e-40], 30)
+@given(st.lists(NUMBERS, min_size=1, max_size=40), st.sampled_from([1, 30]))
+def test_extreme_numbers_stay_finite_and_none_is_lost(
+    spec: str, values: list[float], repeats: int
+) -> None:
+    compressor, x = parse(spec), torch.tensor(repeats * values)
+    rest = x.clone()
+    payload = compressor.compress_(rest, compressor.level, key=repeats)
+    sent = decoded(compressor, payload)
+    reach = torch.stack([x, sent, rest]).double().abs().amax(0)
+    check_nothing_lost(x, sent, rest, reach.max() if compressor.name == "powersgd" else reach)
+    [error], [size] = compressor.errors(x, [compressor.level]), compressor.sizes(x, [compressor.level])
+    assert 0 <= error < float("inf")
+    assert size >= 0
+    if isinstance(compressor, MultiLevel):
+        weaker = 10 * compressor.level if compressor.name == "threshold" else compressor.level / 10
+        again = decoded(compressor, compressor.shrink_(payload, rest, weaker))
+        check_nothing_lost(x, again, rest, torch.maximum(reach, again.double().abs()))
 
 
 # --- many layers, and damage ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,7 @@ from hvd_adaptive.kernels.reference import BINS, spectrum
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire_codes import Damage, Norm, Rounding, Rule, Tables
-from test_kernels import KINDS, Guarded, Trap, bits, damage, numbers, offsets_of, usual
+from test_kernels import KINDS, bits, damage, numbers, offsets_of, usual
 
 MODULES = pytest.mark.parametrize("kernels", [quantize_reference, quantize], ids=["reference", "cpu"])
 MEMBERS: list[Quantizer] = [
@@ -341,6 +341,7 @@ def rounded(kernels: ModuleType, x: Tensor, key: int = KEY) -> Tensor:
     return out
 
 
+@settings(deadline=None)  # the first call may compile
 @given(st.lists(st.floats(width=32), max_size=70), st.integers(0, 2**64 - 1))
 @example([math.nan, math.inf, -math.inf, 3.4028235e38, -3.3895314e38, 1e-45, -0.0, 0.0], KEY)
 def test_both_modules_round_to_the_same_bfloat16_next_to_each_value(
@@ -666,36 +667,6 @@ def bodies_to_damage() -> list[tuple[Quantizer, npt.NDArray[np.uint8]]]:
             body, _ = member.compress_layers_(x, offsets_of(parts), [level] * len(parts))
             bodies.append((member, body.numpy()))
     return bodies
-
-
-def test_a_hundred_thousand_damaged_bodies_neither_crash_nor_write_out_of_bounds() -> None:
-    rng = np.random.default_rng(13)
-    bodies = bodies_to_damage()
-    trap, guarded = Trap(pages=8), Guarded(SIZES_TO_DAMAGE)
-    found = 0
-    for i in range(100_000):
-        member, body = bodies[i % len(bodies)]
-        try:
-            member.decompress_layers_add_(trap.hold(damage(body, rng)), guarded.outs, 1.0)
-        except WireError:
-            found += 1
-        if i % 1000 == 0:
-            assert guarded.intact()
-    assert guarded.intact()
-    assert found > 30_000  # the rest hit codes or norms, or changed nothing
-
-
-def test_random_bytes_neither_crash_nor_write_out_of_bounds() -> None:
-    rng = np.random.default_rng(14)
-    trap, guarded = Trap(pages=1), Guarded(SIZES_TO_DAMAGE)
-    for i in range(10_000):
-        data = rng.integers(256, size=int(rng.integers(1, 300)), dtype=np.uint8)
-        data[0] &= 1
-        data[1:2] &= 0x3F
-        member = MEMBERS[i % len(MEMBERS)]
-        with pytest.raises(WireError):
-            member.decompress_layers_add_(trap.hold(data), guarded.outs, 1.0)
-    assert guarded.intact()
 
 
 def outcome(kernels: ModuleType, body: Tensor, rule: Rule) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_adaptive import wire
 from hvd_adaptive.kernels import Rule, cpu
-from hvd_adaptive.wire import ValueFormat, WireError
+from hvd_adaptive.wire import TooLargeError, ValueFormat, WireError
 
 BUCKET, LAYERS = 5, 2
 
@@ -190,3 +190,21 @@ def test_frames_cut_short_are_found(size: int) -> None:
 def test_bytes_of_more_ranks_than_expected_are_found() -> None:
     with pytest.raises(WireError, match="19 bytes follow"):
         wire.split_frames(gathered([3, 3]), BUCKET, LAYERS, ranks=1)
+
+
+def test_a_frame_that_is_too_large_is_told_to_all_ranks_in_its_place() -> None:
+    small = wire.frame(torch.zeros(3, dtype=torch.uint8), BUCKET, LAYERS)
+    instead = wire.too_large(3 * 2**30, BUCKET, LAYERS)
+    message = f"rank 1 has {3 * 2**30} bytes to send for bucket 5.*at most {(2**31 - 1) // 2}"
+    with pytest.raises(TooLargeError, match=message):
+        wire.split_frames(torch.cat([small, instead]), BUCKET, LAYERS, ranks=2)
+    instead[4] = 7  # bytes of the body: this is no size
+    with pytest.raises(WireError, match="flags 2"):
+        wire.split_frames(torch.cat([small, instead]), BUCKET, LAYERS, ranks=2)
+
+
+def test_a_frame_is_as_large_as_is_said_beforehand() -> None:
+    for sizes in ([100], [0, 7], [5, 5, 5]):
+        codes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        joined = wire.join_parts(codes) if len(codes) > 1 else wire.frame(codes[0], BUCKET, LAYERS)
+        assert joined.numel() == wire.frame_bytes(sizes)

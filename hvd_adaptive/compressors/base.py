@@ -381,6 +381,7 @@ class CastCompressor(LinearCompressor):
     @final
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Add the cast values."""
+        check_output(out, out.dtype)
         expected = self.wire_dtype or out.dtype
         check_values(self.name, payload.data, out.numel(), expected)
         out.add_(payload.data.to(out.dtype), alpha=scale)
@@ -495,7 +496,8 @@ class GatheredCompressor(Compressor):
         As :meth:`decompress_layers_add_` of one after the other to zeros, bit for bit. When a
         WireError is raised, what the outputs hold means nothing.
         """
-        torch._foreach_zero_(list(outs))
+        if outs:
+            torch._foreach_zero_(list(outs))
         marks = np.zeros(len(outs), np.bool_)
         for body in bodies:
             marks |= self.decompress_layers_add_(body, outs, scale)
@@ -549,6 +551,15 @@ def check_input(x: Tensor) -> None:
         )
 
 
+def check_output(out: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Raise ValueError unless ``out`` is a 1-D contiguous tensor of ``dtype``."""
+    if out.dtype != dtype or out.dim() != 1 or not out.is_contiguous():
+        raise ValueError(
+            f"values are added to a 1-D contiguous {dtype} tensor, got {out.dtype} of shape "
+            f"{tuple(out.shape)}, stride {out.stride()}"
+        )
+
+
 def all_finite(x: Tensor) -> bool:
     """Whether ``x`` holds neither a NaN nor an Inf. Cost: one read of it.
 
@@ -561,10 +572,11 @@ def all_finite(x: Tensor) -> bool:
 
 
 def check_values(name: str, data: Tensor, numel: int, dtype: torch.dtype) -> None:
-    """Raise WireError unless ``data`` is ``numel`` values of ``dtype``."""
-    if data.dtype != dtype or data.numel() != numel:
+    """Raise WireError unless ``data`` is ``numel`` values of ``dtype``, one after the other."""
+    if data.dtype != dtype or data.shape != (numel,) or not data.is_contiguous():
         raise WireError(
-            f"{name}: got {data.numel()} values of {data.dtype}, expected {numel} of {dtype}"
+            f"{name}: got {data.dtype} of shape {tuple(data.shape)}, stride {data.stride()}, expected "
+            f"{numel} contiguous values of {dtype}"
         )
 
 

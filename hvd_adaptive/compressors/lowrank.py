@@ -23,6 +23,7 @@ from hvd_adaptive.compressors.base import (
     Shape,
     all_finite,
     check_input,
+    check_output,
     check_values,
 )
 from hvd_adaptive.keys import mix
@@ -30,6 +31,9 @@ from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.wire import WireError
 
 MAX_RANK = 64
+LARGEST = float(torch.finfo(torch.float32).max)
+FAR_FROM_LARGEST = 2.0**96
+"""While a factor of 64 columns is below it, no float32 minus the product becomes infinite."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class PowerSGD(LinearCompressor):
     With M the layer as a matrix (a convolution as outputs x inputs * kernel): ``P = M Q``, summed over
     the ranks and made orthonormal; ``Q = M^T P``, summed; the layer is ``P Q^T``, and Q starts the next
     step. Two allreduces a bucket: one for all P and the layers that travel dense, one for all Q.
-    Biased: use it with error feedback. Memory: Q, and the residual. Cost: two products with a matrix of
-    ``rank`` columns and a QR decomposition of P. Layers with one dimension, and those whose factors
-    would not be smaller than they are, travel dense. Source: Vogels, Karimireddy and Jaggi, "PowerSGD"
-    (NeurIPS 2019), algorithms 1 and 2.
+    Biased: use it with error feedback. Magnitudes near float32's largest saturate. Memory: Q, and the
+    residual. Cost: two products with a matrix of ``rank`` columns and a QR decomposition of P. Layers
+    with one dimension, and those whose factors would not be smaller than they are, travel dense.
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
 
     Args:
         rank: columns of P and Q, at least 1.
@@ -134,6 +138,7 @@ class PowerSGD(LinearCompressor):
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Add ``P Q^T``."""
+        check_output(out)
         shape = payload.shape or folded(payload.numel)
         if math.prod(shape) != out.numel():
             raise WireError(
@@ -159,6 +164,7 @@ class PowerSGD(LinearCompressor):
     ) -> Float64s:
         """The energy beyond each rank, from one decomposition: what warm-started iterations come to."""
         del state
+        check_input(x)
         shape = shape or folded(x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))
@@ -184,7 +190,11 @@ class WarmStarts(CodecState):
         self.q: dict[str, Tensor] = {}
 
     def start(self, layer: Layer, columns: int, rank: int, key: int) -> Tensor:
-        """The right factor to begin with: the last one, with columns dropped, or random ones added."""
+        """The right factor to begin with: the last one, with columns dropped, or random ones added.
+
+        Times powers of two, so that its product with a finite matrix is finite, and hardly ever 0: the
+        last factor is as large as the matrix was, and the square of that may be anywhere.
+        """
         q = self.q.get(layer.name)
         have = 0 if q is None else min(rank, q.shape[1])
         start = torch.empty(columns, rank)
@@ -193,7 +203,7 @@ class WarmStarts(CodecState):
         if have < rank:
             generator = torch.Generator().manual_seed(mix(key) & (2**63 - 1))
             start[:, have:] = torch.randn(columns, rank - have, generator=generator)
-        return start.to(layer.device)
+        return scaled_down(start).to(layer.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The factors by layer."""
@@ -251,7 +261,14 @@ class _Factors:
         p = reduced.view(-1, self._rank)
         self.p = orthonormal(p) if all_finite(p) else torch.full_like(p, torch.nan)
         self.q = _times(self.p, self._matrix)
-        self._x.view_as(self._matrix).addmm_(self.p, self.q.T, alpha=-1.0)
+        rest = self._x.view_as(self._matrix)
+        if float(self.q.abs().max()) < FAR_FROM_LARGEST:  # not for NaN
+            rest.addmm_(self.p, self.q.T, alpha=-1.0)
+            return True
+        # a column's norm, and with it an element of the product, is up to sqrt(rows) times its elements
+        limit = LARGEST / (4 * math.sqrt(len(self._matrix)))
+        self.q = _times(self.p, self._matrix.clamp(-limit, limit))
+        rest.addmm_(self.p, self.q.T, alpha=-1.0).clamp_(-LARGEST, LARGEST)
         return True
 
     def third(self, reduced: Tensor, state: WarmStarts) -> None:
@@ -266,6 +283,22 @@ class _Factors:
             torch.mm(self.p, self.q.T, out=out.view_as(self._matrix))
         else:
             out.copy_(self._dense)
+
+
+def scaled_down(q: Tensor) -> Tensor:
+    """Each column of ``q`` times the power of two that brings its magnitudes to a sum below 1/2.
+
+    Exact: making the product of a matrix and ``q`` orthonormal gives the same with it as without.
+
+    Args:
+        q: float32, two-dimensional; columns of zeros stay as they are.
+
+    Example:
+        >>> scaled_down(torch.tensor([[3.0, 2e38], [-1.0, 0.0]])).tolist()[1]
+        [-0.0625, 0.0]
+    """
+    wide = q.double()
+    return torch.ldexp(wide, -1 - torch.frexp(wide.abs().sum(0)).exponent).float()
 
 
 def _times(thin: Tensor, matrix: Tensor) -> Tensor:

@@ -129,17 +129,13 @@ class RandomK(LinearCompressor, MultiLevel):
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Scatter-add."""
-        if payload.numel != out.numel():
-            raise WireError(
-                f"randomk: a payload of {payload.numel} elements cannot be added to a tensor of "
-                f"{out.numel()}"
-            )
-        count = wire.count_of(out.numel(), payload.level)
-        check_values(self.name, payload.data, count, self.wire_dtype)
+        self._check(payload, out.numel())
         subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
 
     def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
+        check_input(x)
+        self._check(payload, x.numel())
         fewer, values = wire.count_of(payload.numel, level), payload.data.to(x.dtype)
         kept = payload.data[:fewer].clone()
         if self.unbiased:
@@ -159,7 +155,9 @@ class RandomK(LinearCompressor, MultiLevel):
     ) -> Float64s:
         """In expectation over the sets: ``1 - density`` of the energy, or ``1 / density - 1``."""
         del shape, state
-        energy = sum(float(part @ part) for part in x.split(1 << 16))
+        check_input(x)
+        # in float64: squares of what is finite fit
+        energy = sum(float(part.double().square().sum()) for part in x.split(1 << 16))
         shares = np.array([wire.count_of(x.numel(), level) for level in levels]) / max(1, x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))
@@ -169,6 +167,14 @@ class RandomK(LinearCompressor, MultiLevel):
         """Exact."""
         del shape
         return wire.count_of(numel, level) * self.wire_dtype.itemsize
+
+    def _check(self, payload: Payload, numel: int) -> None:
+        """WireError unless the payload is that of a tensor of so many elements."""
+        if payload.numel != numel:
+            raise WireError(
+                f"randomk: a payload of {payload.numel} elements is not that of a tensor of {numel}"
+            )
+        check_values(self.name, payload.data, wire.count_of(numel, payload.level), self.wire_dtype)
 
     def _take_(self, x: Tensor, level: Level, key: int, ranks: int = 1) -> Tensor:
         """Values as they travel, which are taken out of ``x``, all of which is finite."""

@@ -65,6 +65,7 @@ from hvd_adaptive.kernels.reference import (
     BINS,
     CANCELLED,
     LARGE,
+    LARGEST,
     SAMPLE,
     SMALL,
     STRIDES,
@@ -1002,6 +1003,23 @@ def _skip_zeros(position, bit, end, most):
     return 0, bit, skipped
 
 
+@_kernel
+def _name_excess(position, bit, end, n, head, zeros, quotient, width):
+    """(damage, its bit) of an index past the end whose code begins at a bit, by the reference's words.
+
+    ``zeros`` of the ``quotient`` were not skipped, as 25 at a time are where a word does not hold all.
+    """
+    most = _most_zeros(n, head)
+    if zeros > 25:
+        damage, bit, skipped = _skip_zeros(position, bit, end, most)
+        if damage:
+            return damage, bit
+        zeros -= skipped
+    if head >= HEAD_TEUHOLA and quotient > most:
+        return RUN, bit
+    return INDEX, bit + zeros + 1 + width
+
+
 @_inlined
 def _next_index(position, end, n, i, bit, index, head, word, left):
     """Decode index i, below n: (damage, bit, index, head, word, left), all but the first as for i + 1.
@@ -1026,11 +1044,11 @@ def _next_index(position, end, n, i, bit, index, head, word, left):
     width = min(r + quotient, 62) if grows else r
     index += 1 + (int64(word >> uint64(zeros + 1)) & ((int64(1) << width) - 1))
     index += (int64(1) << width) - (int64(1) << r) if grows else quotient << r
-    if index >= n and grows and quotient > _most_zeros(n, head):
-        return RUN, bit, index, head, word, left
+    if index >= n:
+        damage, bit = _name_excess(position, bit, end, n, head, zeros, quotient, width)
+        return damage, bit, index, head, word, left
     length = zeros + 1 + width
-    damage = INDEX if index >= n else 0
-    return damage, bit + length, index, head, word >> uint64(length), left - length
+    return 0, bit + length, index, head, word >> uint64(length), left - length
 
 
 @_kernel
@@ -1632,6 +1650,9 @@ def _shrink_layer(position, end, x, n, k, rule, floor, how, out, stats, decoded,
     target = carray(float32_pointer(x), n)
     for i in range(kept):
         target[indices[i]] += values[i]
+    largest = np.float32(LARGEST)
+    for i in range(count):  # rounding up the largest of all magnitudes would give Inf
+        target[old_indices[i]] = min(max(target[old_indices[i]], -largest), largest)
     stats[0], stats[1], stats[2], stats[3] = energy, sent, float(kept), 0.0
     return 0, after, out, count
 

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from hvd_adaptive.kernels.caching import jit
 
 Codegen = Callable[..., Any]
 
@@ -28,7 +30,7 @@ def compiled(*freedoms: str, inline: bool = False) -> Any:
             and a sum).
         inline: whether LLVM must inline it, however large it is: part of an inner loop.
     """
-    return njit(nogil=True, cache=True, error_model="numpy", fastmath=set(freedoms), forceinline=inline)
+    return jit(nogil=True, error_model="numpy", fastmath=set(freedoms), forceinline=inline)
 
 
 _I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))

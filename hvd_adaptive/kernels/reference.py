@@ -38,6 +38,7 @@ BINS = 1 << 15
 """Bins of the spectrum: one for each exponent and upper 7 bits of the mantissa."""
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
+LARGEST = float(torch.finfo(torch.float32).max)
 
 SMALL = 1 << 16
 """Elements up to which DGC's sample is the layer itself."""
@@ -949,7 +950,8 @@ def sparse_shrink_(
         encoded, new = _encode_layer(indices[kept], old[kept], values)
         left = old.clone()
         left[kept] -= new
-        part[indices] += left
+        # rounding up the largest of all magnitudes would give Inf
+        part[indices] = (part[indices] + left).clamp(-LARGEST, LARGEST)
         parts += encoded
         _note_sent(stats[first:last], edges, indices[kept], new)
     return torch.cat(parts), stats

@@ -175,6 +175,16 @@ def first_indices(numel: int, count: int, key: int) -> Tensor:
     return out
 
 
+def _check(*tensors: Tensor) -> None:
+    """ValueError unless what addresses are formed of is contiguous float32."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"a subset is taken of contiguous float32 tensors, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}, stride {tensor.stride()}: use x.float().contiguous()"
+            )
+
+
 def take_(x: Tensor, count: int, key: int) -> Tensor:
     """``x[first_indices(x.numel(), count, key)]``, which are 0 in ``x`` afterwards.
 
@@ -183,11 +193,15 @@ def take_(x: Tensor, count: int, key: int) -> Tensor:
         count: how many.
         key: which subset.
 
+    Raises:
+        ValueError: ``x`` is of another kind, or has too few elements.
+
     Example:
         >>> x = torch.arange(9.0)
         >>> int(take_(x, 9, key=1).sum()), int(x.sum())
         (36, 0)
     """
+    _check(x)
     if x.device.type != "cpu":
         indices = first_indices(x.numel(), count, key).to(x.device)
         out = x[indices]
@@ -208,12 +222,16 @@ def add_(x: Tensor, values: Tensor, key: int, scale: float = 1.0, skip: int = 0)
         scale: factor of the values.
         skip: so many values at the beginning are not added.
 
+    Raises:
+        ValueError: ``x`` or ``values`` are of another kind, or there are more values than elements.
+
     Example:
         >>> x = torch.zeros(3)
         >>> add_(x, torch.ones(3), key=1, scale=0.5)
         >>> x.tolist()
         [0.5, 0.5, 0.5]
     """
+    _check(x, values)
     numel, count = x.numel(), values.numel()
     if x.device.type != "cpu":
         x[first_indices(numel, count, key)[skip:].to(x.device)] += scale * values[skip:]

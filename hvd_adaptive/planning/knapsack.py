@@ -32,8 +32,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from hvd_adaptive.kernels.caching import jit
 from hvd_adaptive.planning.facts import Float64s, Int64s
 
 __all__ = ["Infeasible", "Rows", "equal_slopes", "min_cost", "min_error", "total"]
@@ -42,7 +42,7 @@ Rows: TypeAlias = Sequence[npt.ArrayLike] | npt.NDArray[Any]
 """One row of numbers a layer: rows may have different lengths."""
 
 _MOST_CANDIDATES = 2**16
-_kernel: Any = njit(nogil=True, cache=True)
+_kernel: Any = jit(nogil=True)
 
 
 class Infeasible(ValueError):  # noqa: N818 - a finding, which callers act on

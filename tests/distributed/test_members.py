@@ -29,7 +29,7 @@ from workloads import (
 )
 
 import hvd_adaptive as hva
-from hvd_adaptive import keys
+from hvd_adaptive import control, keys, wire
 from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
 from hvd_adaptive.compressors.base import Batch, CastCompressor, Learner
 from hvd_adaptive.layers import Layer
@@ -570,3 +570,22 @@ def test_ranks_agree_when_one_has_no_gradient_or_only_zeros(name: str) -> None:
         reduced = one_step(model, optimizer, mine)
         assert all(bool(grad.isfinite().all()) for grad in reduced.values())
     assert_ranks_agree(model)
+
+
+@pytest.mark.ranks(2)
+def test_more_than_mpi_can_gather_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(Layers)
+    optimizer = ours(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression="threshold:threshold=0.5",
+    )
+    monkeypatch.setattr(wire, "MAX_GATHERED_BYTES", 2 * 5000)
+    # the first rank sends nothing, and the other all
+    set_gradients(model, {name: torch.full(shape, hvd.rank()) for name, shape in SHAPES.items()})
+    with pytest.raises(wire.TooLargeError, match=r"rank 1 has .* at most 5000"):
+        optimizer.step()
+    monkeypatch.setattr(control, "MAX_GATHERED_BYTES", 2 * 100)
+    assert control.Control("small").allgather(hvd.rank()) == [0, 1]
+    with pytest.raises(RuntimeError, match="rank 0 has 202 bytes to tell"):
+        control.Control("large").allgather("x" * 200 if hvd.rank() == 0 else "")
