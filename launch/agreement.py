@@ -19,7 +19,12 @@ import torch
 T = TypeVar("T")
 
 # 75 is EX_TEMPFAIL: batch systems requeue a job that ends with it.
-EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
+EXIT_CODES: dict[int, int] = {
+    signal.SIGHUP: 129,
+    signal.SIGINT: 130,
+    signal.SIGTERM: 143,
+    signal.SIGUSR1: 75,
+}
 
 # Long enough to cost nothing, short enough for mpirun, which kills a second after its SIGTERM: a vote
 # is read one interval after it was cast.
@@ -85,6 +90,8 @@ class StopVote:
     Every now and then the ranks start a two-number allreduce and go on; its result is read at the next
     vote, when it has long arrived, so that nobody waits. How many polls lie between two votes is voted
     on, too: ranks may not consult their own clocks.
+
+    A SIGHUP that was ignored when the process started, as under nohup, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -96,11 +103,14 @@ class StopVote:
         self._handle: int | None = None
         self._last_vote = time.monotonic()
         for number in EXIT_CODES:
-            signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._received and now - self._received_at > SAME_SIGNAL_SECONDS:
+        # Not by SIGHUP: shell, kernel and session each send one, and nobody who insists is left.
+        insists = self._received and number != signal.SIGHUP
+        if insists and now - self._received_at > SAME_SIGNAL_SECONDS:
             # Asked twice: do not make the user wait for a rank that hangs.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

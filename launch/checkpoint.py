@@ -12,9 +12,11 @@ import json
 import os
 import pickle
 import re
+import reprlib
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +30,7 @@ from hvd_adaptive.keys import mix
 
 FORMAT = 2
 KEPT = 2
+_MOST = 2**53
 _MANIFEST = re.compile(r"step-(\d+)\.json")
 _COMMON = re.compile(r"step-(\d+)\.pt")
 _OF_RANK = re.compile(r"step-(\d+)\.rank-(\d+)\.pt")
@@ -214,10 +217,14 @@ class Checkpoints:
         path = self._manifest_path(step)
         try:
             manifest: Any = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged or no manifest: {error}") from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise ValueError(f"{path} is no manifest of this program (format {FORMAT})")
+        try:
+            self._check_content(manifest, step)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
         found = manifest["identity"]
         mine = json.loads(json.dumps(self.identity))
         for key in sorted(mine.keys() | found.keys()):
@@ -228,6 +235,26 @@ class Checkpoints:
                     " --checkpoint-dir"
                 )
         return manifest
+
+    def _check_content(self, manifest: dict[str, Any], step: int) -> None:
+        """Raises ValueError, with the key, unless all is there, as `_save_common` writes it."""
+        for key in ("identity", "position", "sha256"):
+            if not isinstance(manifest.get(key), dict):
+                raise _wrong(manifest, key, "an object")
+        ranks = _whole_number(manifest, "ranks", 1)
+        position, files = manifest["position"], manifest["sha256"]
+        for field in fields(Position):
+            _whole_number(position, field.name, 0)
+        if position["step"] != step:
+            raise _wrong(position, "step", f"{step}, as in the file's name")
+        if foreign := position.keys() - {field.name for field in fields(Position)}:
+            raise ValueError(f"position has a {min(foreign)}, which does not belong there")
+        # One by one, because the number of ranks may be anything.
+        for path in chain([self._common_path(step)], (self._rank_path(step, r) for r in range(ranks))):
+            if not isinstance(files.get(path.name), str):
+                raise _wrong(files, path.name, "a SHA-256 digest")
+        if len(files) > ranks + 1:
+            raise ValueError(f"ranks is {ranks}, but sha256 has {len(files)} files")
 
     def _read(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         """The file's content, if it is the one that the manifest means."""
@@ -287,6 +314,19 @@ class Checkpoints:
             if match and tuple(map(int, match.groups()[1:])) == numbers:
                 found[int(match[1])] = file
         return found
+
+
+def _whole_number(holder: dict[str, Any], key: str, least: int) -> int:
+    value = holder.get(key)
+    if type(value) is not int or not least <= value <= _MOST:
+        raise _wrong(holder, key, f"a whole number from {least} to {_MOST}")
+    return value
+
+
+def _wrong(holder: dict[str, Any], key: str, wanted: str) -> ValueError:
+    if key not in holder:
+        return ValueError(f"it has no {key}, which must be {wanted}")
+    return ValueError(f"{key} is {reprlib.repr(holder[key])} and must be {wanted}")
 
 
 def _replace(path: Path, write: Callable[[BinaryIO], object]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import math
 import sys
 import time
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TextIO
 
 import horovod.torch as hvd
 import torch
@@ -16,6 +18,41 @@ from loop import Score
 
 # Between two lines where no terminal shows a moving bar: a log file should stay readable.
 LINE_SECONDS = 5.0
+
+
+class _Unheard(io.FileIO):
+    """A standard stream that goes on when its terminal or its reader is gone, and then says nothing."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """From here on, this process's output may lose its terminal, or the program that reads it.
+
+    What is printed then is lost. Otherwise the first line that nobody can read any more would end its
+    rank with an error, before a checkpoint is saved.
+    """
+    sys.stdout = _unheard(sys.stdout)
+    sys.stderr = _unheard(sys.stderr)
+
+
+def _unheard(stream: TextIO | Any) -> Any:
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream  # none, or somebody else's
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Unheard(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 class Progress:

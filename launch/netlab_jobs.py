@@ -31,12 +31,16 @@ class Interrupted(BaseException):
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    # When a terminal is closed, two may come: the second must not cut short what the first began.
+    handle_signals(signal.SIG_IGN)
     raise Interrupted(number)
 
 
-def handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """A SIGHUP that was ignored when the process started, as under nohup, stays ignored."""
     for number in SIGNALS:
-        signal.signal(number, handler)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def run_on(lab: Lab, host: str, command: Sequence[str]) -> NoReturn:
@@ -76,7 +80,15 @@ def mpirun(lab: Lab, arguments: Sequence[str], keep: Collection[int] = ()) -> in
             start_new_session=True,
             stdin=subprocess.DEVNULL if terminal else None,
         )
-        handle_signals(lambda number, _: job.send_signal(number))
+        sent: set[int] = set()
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            # At a second SIGHUP, mpirun would kill the ranks before they have saved.
+            if number != signal.SIGHUP or number not in sent:
+                job.send_signal(number)
+            sent.add(number)
+
+        handle_signals(pass_on)
         try:
             status = job.wait()
         finally:

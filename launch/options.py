@@ -59,16 +59,18 @@ IDENTITY = (
 
 EPILOG = """\
 Exit status: 0 when the training is complete; 1 after an error that all ranks agree on; 2 for a wrong
-command line; 130 after SIGINT (Ctrl-C), 143 after SIGTERM and 75 after SIGUSR1 ("try again later":
-batch systems send it ahead of a time limit). Any of the three, on any rank, ends all ranks at the
-same step, after a checkpoint if --checkpoint-dir is given; a second one, a second or more later, ends
-the process at once. The launcher's own exit status may differ.
+command line; 129 after SIGHUP (the terminal was closed), 130 after SIGINT (Ctrl-C), 143 after SIGTERM
+and 75 after SIGUSR1 ("try again later": batch systems send it ahead of a time limit). Any of the four,
+on any rank, ends all ranks at the same step, after a checkpoint if --checkpoint-dir is given; a second
+one, a second or more later, ends the process at once, unless it is SIGHUP. A SIGHUP that is ignored
+at the start, as under nohup, stays ignored. The launcher's own exit status may differ.
 
-mpirun answers SIGINT (which is Ctrl-C under horovodrun, too) and SIGTERM with SIGTERM to its ranks a
-second later, and kills them after another second. A large model needs longer to be saved: with
+mpirun answers SIGINT (which is Ctrl-C under horovodrun, too), SIGTERM and SIGHUP with SIGTERM to its
+ranks a second later, and kills them after another second. A large model needs longer to be saved: with
 OMPI_MCA_odls_base_sigkill_timeout=10 both waits are 10 seconds (launch/run.sh and launch/slurm set
-5). SIGUSR1 to mpirun reaches the ranks at once and kills nobody. SIGTERM to horovodrun ends
-horovodrun alone: its ranks train on.
+5). A second of these within 5 seconds makes it kill its ranks at once, and a terminal that is closed
+may send two: launch/run.sh, which tells the ranks itself, saves also then. SIGUSR1 to mpirun reaches
+the ranks at once and kills nobody. SIGTERM to horovodrun ends horovodrun alone: its ranks train on.
 
 The data come from --data-dir, else from the environment variable HVA_DATA, else from data/ in this
 repository (launch/fetch_data.sh puts them there) or Debian's package dataset-fashion-mnist. Where

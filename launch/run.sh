@@ -5,7 +5,7 @@
 #     launch/run.sh --netlab N,RATE[,RATE...] [--netlab-trace TRACE] [--dry-run] [train.py's options]
 #
 #     -np N       the number of ranks (default: all slots of -H, otherwise one a core, at least 2, at most 4)
-#     -H HOSTS    where they run, as for horovodrun: host1:4,host2:4 (default: here)
+#     -H HOSTS    where they run, as for horovodrun: host1:4,host2:4 (default: here); no slots mean 1
 #     --netlab    on N hosts with slow links that are made on this machine for this run, one rank on each; needs
 #                 root. All links have one rate, or each its own: --netlab 4,200mbit or --netlab 2,1gbit,50mbit
 #     --netlab-trace TRACE   how the rates change meanwhile, in one word: 'sin2 --low 50mbit --high 400mbit', or
@@ -24,6 +24,10 @@
 #     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
 #     HOROVOD_CYCLE_TIME=0.2           a core for each rank and one to spare: look for work more often than each ms
 # horovodrun passes the whole environment on to every host, and binds no rank to a core.
+#
+# SIGHUP (the terminal is closed), SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end all ranks at the same step, after a
+# checkpoint if train.py has a --checkpoint-dir; the exit status is then 129, 130, 143 or 75. With nohup before the
+# command, the training goes on when the terminal is closed.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -31,9 +35,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 # host1:4,host2:4 -> one line a host: its slots.
 slots() {
     local host
-    for host in ${1//,/ }; do
-        if [[ $host =~ ^[^:]+:([0-9]+)$ ]]; then say "${BASH_REMATCH[1]}"; else say 1; fi
-    done
+    for host in ${1//,/ }; do say "${host#*:}"; done
 }
 
 # Over all hosts, or (the ranks fill one host before the next) the most that one host gets.
@@ -69,7 +71,7 @@ set_environment() {
     local_ranks=$(ranks_per_host)
     threads=$((cores / local_ranks))
     ((threads >= 1)) || threads=1
-    set_rank_defaults "$threads" "$(number_of_hosts "${hosts:-here}")"
+    set_rank_defaults "$threads" "$(number_of_hosts "${hosts:-here:1}")"
     if ((local_ranks > cores)); then
         set_default OMPI_MCA_mpi_yield_when_idle 1
     elif ((local_ranks < cores)); then
@@ -83,7 +85,7 @@ parse_arguments() {
         case $1 in
             -np | -H)
                 (($# > 1)) || die "$1 needs a value" "For example: $program -np 4"
-                if [[ $1 == -np ]]; then ranks=$2; else hosts=$2; fi
+                if [[ $1 == -np ]]; then set_ranks "$2"; else set_hosts "$2"; fi
                 shift
                 ;;
             --netlab | --netlab-trace)
@@ -108,12 +110,31 @@ parse_arguments() {
         esac
         shift
     done
-    [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || die "-np must be a positive number, not '$ranks'"
-    if [[ -n $hosts && ! $hosts =~ ^[^,:]+(:[1-9][0-9]*)?(,[^,:]+(:[1-9][0-9]*)?)*$ ]]; then
-        die "-H must be like host1:4,host2:4, not '$hosts'"
-    fi
     check_netlab
     [[ -n $ranks ]] || ranks=$(default_ranks)
+}
+
+# As many digits as any cluster needs, and bash can count with.
+number='[1-9][0-9]{0,5}'
+
+set_ranks() {
+    [[ $1 =~ ^$number$ ]] || die "-np must be a positive number, not '$1'" "It can be 1 to 999999: $program -np 4"
+    ranks=$1
+}
+
+# Sets hosts, each with its slots. What is let through here becomes part of a shell's command in horovodrun.
+set_hosts() {
+    local LC_ALL=C rest=$1, host
+    hosts=''
+    while [[ -n $rest ]]; do
+        host=${rest%%,*} rest=${rest#*,}
+        [[ $host =~ ^[A-Za-z0-9_][A-Za-z0-9_.-]*(:$number)?$ ]] ||
+            die "-H must be like host1:4,host2:4, not '$1': '$host' is no host with its slots" \
+                "A name has letters, digits, '-', '_' and '.'; the slots are a number from 1 to 999999."
+        [[ $host == *:* ]] || host+=:1
+        hosts+=,$host
+    done
+    hosts=${hosts#,}
 }
 
 check_netlab() {
@@ -138,42 +159,98 @@ show_help() {
     fi
 }
 
-# tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
-# tells the others (see train.py --help), so that all of them end together.
-# Called by traps only, which shellcheck does not see.
-# shellcheck disable=SC2317,SC2329
-tell_ranks() {
-    local process rank told='' started=''
-    for process in $(descendants "$job"); do
-        [[ $(cat "/proc/$process/comm" 2>/dev/null) =~ ^(mpirun|orterun|mpiexec)$ ]] || continue
-        started=yes
-        for rank in $(children "$process"); do
-            [[ $(cat "/proc/$rank/comm" 2>/dev/null) == python* ]] || continue
-            kill -s "$1" "$rank" && told=yes
-        done
-        [[ -n $told ]] || kill -s "$1" "$process"
+# ---------------------------------------------------------------- signals
+
+# The processes of this run on this host, one a line; also those whose parents have ended.
+processes() { { grep -lzsxF "$mark" /proc/[0-9]*/environ || true; } | cut -d / -f 3; }
+
+is_called() { [[ $(cat "/proc/$1/comm" 2>/dev/null) =~ ^($2) ]]; }
+
+# Not the one that horovodrun asks for its version.
+mpiruns() {
+    local process
+    for process in $(processes); do
+        if is_called "$process" 'mpirun|orterun|mpiexec' && ! grep -qszxFe --version "/proc/$process/cmdline"; then
+            say "$process"
+        fi
     done
-    # A netlab that is still being made, or removed.
-    [[ -z $netlab || -n $started ]] || kill -s "$1" "$job"
 }
 
-# Not by exec: SIGTERM and SIGUSR1, as batch systems send them, would end horovodrun alone, and its ranks would
-# train on. Ctrl-C goes to all of them, as it would without this script.
+# tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
+# tells the others (see train.py --help), so that all of them end together.
+tell_ranks() {
+    local process rank heard
+    for process in $(mpiruns); do
+        heard=''
+        for rank in $(children "$process"); do
+            if is_called "$rank" python && kill -s "$1" "$rank"; then heard=yes; fi
+        done
+        [[ -n $heard ]] || kill -s "$1" "$process" || true
+    done
+}
+
+# train.py's at each signal that it listens to.
+declare -A status_after=([HUP]=129 [INT]=130 [TERM]=143 [USR1]=75)
+
+# on_signal NAME: called by traps only, which shellcheck does not see.
+# shellcheck disable=SC2317,SC2329
+on_signal() {
+    interrupted=yes
+    job=${!:-}
+    [[ -n $job ]] || exit "${status_after[$1]}"
+    # Shell and kernel may both send one for a closed terminal, and at a second one mpirun kills its ranks.
+    if [[ $1 == HUP && -n $told ]]; then return 0; fi
+    told=yes
+    if [[ -z $(mpiruns) ]]; then
+        # Only horovodrun, or a netlab that is still being made, or removed. In its imports, either would answer
+        # SIGINT with a traceback.
+        instead_of_143=${status_after[$1]}
+        if [[ -n $netlab ]]; then kill -s TERM "$job"; else kill -s TERM -- "-$job"; fi || true
+    elif [[ $1 == INT && -z $netlab ]]; then
+        kill -s INT -- "-$job" || true
+    else
+        # SIGINT, too: in a netlab, mpirun would pass it on as SIGTERM, and soon kill the ranks.
+        tell_ranks "$1"
+    fi
+}
+
+# Not by exec: SIGTERM and SIGUSR1, as batch systems send them, and SIGHUP, when a terminal is closed, would end
+# horovodrun alone, and its ranks would train on. Ctrl-C goes to all of them, as it would without this script.
 run_to_the_end() {
-    local status interrupted=yes
+    local status signal interrupted=yes told='' instead_of_143=''
+    mark=HVA_LAUNCH=$$.$(date +%s%N)
+    # Under nohup SIGHUP is ignored, and stays so.
+    for signal in "${!status_after[@]}"; do
+        # shellcheck disable=SC2064
+        trap "on_signal $signal" "$signal"
+    done
+    # Bash's line about a job that was killed may be the first that nobody reads.
+    trap : PIPE
     set -m # a process group of its own; without it the job would be deaf to Ctrl-C
-    "$@" &
-    job=$!
-    trap 'interrupted=yes; tell_ranks TERM' TERM
-    trap 'interrupted=yes; tell_ranks USR1' USR1
-    # In a netlab, mpirun would pass it on as SIGTERM, and soon kill the ranks.
-    trap 'interrupted=yes; if [[ -n $netlab ]]; then tell_ranks INT; else kill -s INT -- "-$job"; fi' INT
+    env "$mark" "$@" &
+    set +m
     # A signal ends the wait, not the job.
     while [[ -n $interrupted ]]; do
         interrupted='' status=0
-        wait "$job" || status=$?
+        wait "$!" || status=$?
     done
+    ((status != 143)) || status=${instead_of_143:-143}
+    end_the_rest
     exit "$status"
+}
+
+# horovodrun alone may have been killed, or together with this script.
+end_the_rest() {
+    local tries
+    [[ -n $told ]] || tell_ranks TERM
+    # As long as mpirun lives, it sees to the end of its ranks.
+    while [[ -n $(mpiruns) ]]; do sleep 0.2; done
+    for ((tries = 0; tries < 50; tries++)); do
+        [[ -n $(processes) ]] || return 0
+        sleep 0.2
+    done
+    # shellcheck disable=SC2046
+    kill -s KILL $(processes) || true
 }
 
 main() {

@@ -5,7 +5,8 @@
 #
 #     --quiet   say nothing when nothing is to do
 #     --check   only say whether anything is to do (exit status 1 if so)
-#     --force   do every step again; a cached Horovod wheel is still used
+#     --force   do every step again; a cached Horovod wheel is still used. The active environment is made this
+#               folder's, also if its hvd_adaptive is installed from another clone
 #
 # Uses the MPI and the compiler on PATH (on a cluster: load their modules first). Where they are missing it
 # installs Debian's if it may, and otherwise says what is missing. Python packages go into the active
@@ -14,7 +15,8 @@
 # Environment:
 #     PYTHON       the interpreter that .venv is made with (default: python3)
 #     HVA_TORCH    what pip installs as torch into .venv, options included (default: torch==2.13.0)
-#     HVA_CACHE    where the built Horovod wheels are kept (default: ~/.cache/hvd_adaptive/wheels)
+#     HVA_CACHE    where the built Horovod wheels are kept (default: ~/.cache/hvd_adaptive/wheels; without HOME:
+#                  build/wheels in this repository)
 #     HVA_DATA     the folder for the data sets (default: data/ in this repository)
 #     HOROVOD_*    passed to Horovod's build, e.g. HOROVOD_GPU_OPERATIONS=NCCL
 set -euo pipefail
@@ -26,7 +28,10 @@ torch_requirement=${HVA_TORCH:-torch==2.13.0}
 horovod_version=0.28.1
 horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 
-cache=${HVA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_adaptive/wheels}
+cache=${HVA_CACHE:-}
+if [[ -z $cache && -n ${XDG_CACHE_HOME:-${HOME:-}} ]]; then
+    cache=${XDG_CACHE_HOME:-$HOME/.cache}/hvd_adaptive/wheels
+fi
 data_dir=${HVA_DATA:-$root/data}
 log=$root/build/setup.log
 
@@ -55,12 +60,38 @@ print(sys.implementation.cache_tag, *(f"{n}-{version(n)}" for n in ("torch", "ho
 PYTHON
 }
 
+# Where the environment's hvd_adaptive is, if it is an editable install of another folder that has one.
+other_clone() {
+    local folder
+    folder=$("$python" - <<'PYTHON' 2>/dev/null
+import importlib.metadata, json, urllib.parse, urllib.request
+
+text = importlib.metadata.distribution("hvd_adaptive").read_text("direct_url.json")
+found = json.loads(text or "{}")
+if found.get("dir_info", {}).get("editable"):
+    print(urllib.request.url2pathname(urllib.parse.urlparse(found["url"]).path))
+PYTHON
+    ) || return 0
+    if [[ -n $folder && -d $folder/hvd_adaptive && ! $folder -ef $root ]]; then say "$folder"; fi
+}
+
+# What is active belongs to the clone that it was set up from: to point it here would change what is trained there.
+require_own_environment() {
+    local other
+    [[ $env_dir != "$root/.venv" ]] || return 0
+    other=$(other_clone)
+    [[ -z $other ]] || die "the active environment $env_dir is set up for another clone: its hvd_adaptive is $other" \
+        "For an environment of this clone's own, deactivate that one: env -u VIRTUAL_ENV -u CONDA_PREFIX $0" \
+        "To use that environment for this clone from now on, and no longer for the other: launch/setup.sh --force"
+}
+
 # Changes whenever the environment has to be looked at again.
 environment_key() {
     {
         cat "$root"/launch/{setup.sh,common.sh,check.py} "$root"/{setup.cfg,pyproject.toml}
         say "$root" "$torch_requirement"
         python_versions
+        other_clone
         mpi_identity
         horovod_build_variables
     } | digest
@@ -217,6 +248,8 @@ horovod_there() { stamped horovod "$1" && "$python" -c 'import horovod.torch'; }
 
 build_horovod() {
     local into=$1 work
+    # First: to find after minutes that it cannot be would be late.
+    mkdir -p "$into"
     work=$(mktemp -d)
     # shellcheck disable=SC2064
     trap "rm -rf '$work'" EXIT
@@ -236,7 +269,6 @@ build_horovod() {
     export MAKEFLAGS=${MAKEFLAGS:--j$(count_cores)}
     "$python" -m pip wheel -v --no-cache-dir --no-deps --no-build-isolation -w "$work/wheel" .
     # By rename, so that another setup.sh never sees half a wheel.
-    mkdir -p "$into"
     local wheel
     wheel=$(basename "$work"/wheel/*.whl)
     mv "$work/wheel/$wheel" "$into/.$wheel"
@@ -345,6 +377,10 @@ set_up() {
     mkdir -p "$(dirname "$log")"
     say "=== $(date '+%F %T') $program" >"$log"
     say "Setting up in $env_dir (log: $log)"
+    if [[ -z $cache ]]; then
+        cache=$root/build/wheels
+        say "  HOME is not set, so Horovod's wheel is kept in $cache (HVA_CACHE=/path names another folder)."
+    fi
     if ! environment_done; then
         set_up_environment
         table=$(mktemp)
@@ -373,6 +409,7 @@ main() {
         [[ $mode == --quiet ]] || say "Nothing to do: $env_dir is up to date."
         return
     fi
+    [[ $mode == --force ]] || require_own_environment
     if [[ $mode == --check ]]; then
         say "$env_dir is not up to date: run launch/setup.sh."
         exit 1

@@ -10,10 +10,16 @@ What makes it a Horovod script is all in this file and in `loop.py`: look for `h
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # The imports take a second or two. Ctrl-C then ends the process as it would end any other, until
+    # StopVote listens: an exception would end in a traceback out of the middle of them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,7 +37,7 @@ import options as command_line
 import result
 from agreement import EXIT_CODES, RunError, StopVote, agree, require_equal
 from checkpoint import Checkpoints, Position
-from display import Progress, gather_costs, table
+from display import Progress, gather_costs, outlive_terminal, table
 from hvd_adaptive.telemetry import Meter
 from loop import (
     Batches,
@@ -409,4 +415,5 @@ def finish(run: Run, end: End, score: Score) -> None:
 
 
 if __name__ == "__main__":
+    outlive_terminal()
     sys.exit(main())

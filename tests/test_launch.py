@@ -3,14 +3,22 @@
 Whatever needs a finished environment asks setup.sh --check first: no test installs anything.
 """
 
+import contextlib
+import fcntl
+import json
 import os
+import pty
 import re
+import select
+import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +35,9 @@ SET_BY_RUN = (
     "OMPI_MCA_mpi_yield_when_idle",
     "OMP_NUM_THREADS",
 )
+
+# Trains with two ranks until it is ended.
+ENDLESS = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20"]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -88,13 +99,16 @@ def repository(tmp_path: Path) -> Path:
     return copy
 
 
-def set_up_copy(repository: Path, path: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    bare = {k: v for k, v in environment().items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+def set_up_copy(
+    repository: Path, path: Path, *arguments: str, without: Sequence[str] = (), **changes: str
+) -> subprocess.CompletedProcess[str]:
+    unwanted = ("VIRTUAL_ENV", "CONDA_PREFIX", *without)
+    bare = {k: v for k, v in environment().items() if k not in unwanted}
     return subprocess.run(
-        [str(repository / "launch" / "setup.sh")],
+        [str(repository / "launch" / "setup.sh"), *arguments],
         check=False,
         capture_output=True,
-        env={**bare, "PATH": str(path), **changes},
+        env={**bare, "PATH": str(path), "HVA_DATA": str(repository / "data"), **changes},
         text=True,
         timeout=50,
     )
@@ -199,6 +213,58 @@ class TestSetup:
         assert "no room left" in result.stderr
         assert f"Remove {repository}/.venv" in result.stderr
 
+    @pytest.mark.parametrize("home", ["empty", "unset"])
+    def test_without_home_the_wheels_are_kept_in_the_repository_and_that_is_said(
+        self, repository: Path, bare_path: Path, home: str
+    ) -> None:
+        result = set_up_copy(
+            repository,
+            bare_path,
+            without=["HOME", "XDG_CACHE_HOME"],
+            **({"HOME": ""} if home == "empty" else {}),
+        )
+        assert (
+            f"HOME is not set, so Horovod's wheel is kept in {repository}/build/wheels" in result.stdout
+        )
+        # No MPI is on that PATH.
+        assert "missing: mpicc" in result.stderr
+
+    def test_an_environment_of_another_clone_is_left_alone_unless_forced(
+        self, repository: Path, bare_path: Path, tmp_path: Path
+    ) -> None:
+        first, active = tmp_path / "first clone", tmp_path / "active"
+        (first / "hvd_adaptive").mkdir(parents=True)
+        self.make_environment(active, first, bare_path)
+        for mode in ("", "--quiet", "--check"):
+            arguments = [mode] if mode else []
+            result = set_up_copy(repository, bare_path, *arguments, VIRTUAL_ENV=str(active))
+            assert result.returncode == 1
+            assert f"{active} is set up for another clone: its hvd_adaptive is {first}" in result.stderr
+            assert "env -u VIRTUAL_ENV" in result.stderr
+            assert "launch/setup.sh --force" in result.stderr
+            assert result.stdout == ""
+        # It goes on to the first thing that is missing.
+        forced = set_up_copy(repository, bare_path, "--force", VIRTUAL_ENV=str(active))
+        assert "missing: mpicc" in forced.stderr
+        (first / "hvd_adaptive").rmdir()
+        gone = set_up_copy(repository, bare_path, VIRTUAL_ENV=str(active))
+        assert "missing: mpicc" in gone.stderr
+
+    @staticmethod
+    def make_environment(folder: Path, clone: Path, bare_path: Path) -> None:
+        """An environment with torch, and an hvd_adaptive that is an editable install of a clone."""
+        package = folder / "lib" / "hvd_adaptive-0.1.0.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: hvd_adaptive\nVersion: 0.1.0\n")
+        source = {"dir_info": {"editable": True}, "url": clone.as_uri()}
+        (package / "direct_url.json").write_text(json.dumps(source))
+        (folder / "bin").mkdir()
+        python = folder / "bin" / "python"
+        python.write_text(
+            (bare_path / "python3").read_text().replace("exec", f"PYTHONPATH='{folder}/lib' exec")
+        )
+        python.chmod(0o755)
+
     def test_an_unknown_option_is_refused_with_the_known_ones(self) -> None:
         result = run("setup.sh", "--fast")
         assert result.returncode == 1
@@ -288,6 +354,9 @@ class TestRun:
         assert "OMPI_MCA_mpi_yield_when_idle=1" in command
         assert "coll_tuned" not in dry_run("-H", "red:2")
 
+    def test_a_host_without_slots_has_one_as_horovodrun_must_be_told(self) -> None:
+        assert "horovodrun -np 3 -H red:1\\,a_b-c.d:2 " in dry_run("-H", "red,a_b-c.d:2")
+
     def test_what_the_user_set_is_left_alone(self) -> None:
         command = dry_run("-np", "4096", OMPI_MCA_mpi_yield_when_idle="0", OMP_NUM_THREADS="3")
         assert "yield_when_idle" not in command
@@ -301,7 +370,21 @@ class TestRun:
             (["-np"], "-np needs a value"),
             (["-np", "four"], "must be a positive number, not 'four'"),
             (["-np", "0"], "must be a positive number, not '0'"),
+            (["-np", ""], "must be a positive number, not ''"),
+            (["-np", "9" * 20], "It can be 1 to 999999"),
             (["-H", "red:x"], "must be like host1:4,host2:4, not 'red:x'"),
+            (["-H", "red:" + "9" * 20], f"'red:{'9' * 20}' is no host with its slots"),
+            (["-H", "red:0"], "'red:0' is no host with its slots"),
+            (["-H", "a;b:2"], "'a;b:2' is no host with its slots"),
+            (["-H", "red:2,$(id):2"], "'$(id):2' is no host with its slots"),
+            (["-H", "red:2, green:2"], "' green:2' is no host with its slots"),
+            (["-H", "-oProxyCommand:2"], "'-oProxyCommand:2' is no host with its slots"),
+            (["-H", "rød:2"], "'rød:2' is no host with its slots"),
+            (["-H", "red:2:2"], "'red:2:2' is no host with its slots"),
+            (["-H", "red:2\nred:2"], "is no host with its slots"),
+            (["-H", "red:2,"], "'' is no host with its slots"),
+            (["-H", "red:2,,green:2"], "'' is no host with its slots"),
+            (["-H", ""], "'' is no host with its slots"),
         ],
     )
     def test_a_wrong_option_is_refused_before_anything_starts(
@@ -322,25 +405,175 @@ class TestRun:
         self, tmp_path: Path, number: int, status: int
     ) -> None:
         log, saved = tmp_path / "log", tmp_path / "checkpoints"
-        options = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20"]
-        with log.open("w") as output:
+        with log.open("w") as output, all_ended(tmp_path) as mark:
             job = subprocess.Popen(
-                [str(LAUNCH / "run.sh"), *options, "--checkpoint-dir", str(saved)],
-                env=environment(),
+                [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)],
+                env=environment(**mark),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        try:
             wait_for(lambda: "loss" in log.read_text(), 120)
             job.send_signal(number)
-            assert job.wait(60) == status, log.read_text()
-            assert len(list(saved.glob("step-*.rank-?.pt"))) == 2
-            assert len([file for file in saved.glob("step-*.pt") if "rank" not in file.name]) == 1
-            wait_for(lambda: not processes_with(str(saved)), 20)
-        finally:
-            job.kill()
-            for pid in processes_with(str(saved)):
-                os.kill(pid, signal.SIGKILL)
+            assert job.wait(120) == status, log.read_text()
+            assert_complete(saved)
+
+    @pytest.mark.usefixtures("ready")
+    def test_a_signal_before_there_are_ranks_ends_horovodrun_without_a_traceback(
+        self, tmp_path: Path
+    ) -> None:
+        for number, status in ((signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGHUP, 129)):
+            log = tmp_path / f"log-{number}"
+            with log.open("w") as output, all_ended(tmp_path) as mark:
+                job = subprocess.Popen(
+                    [str(LAUNCH / "run.sh"), *ENDLESS],
+                    env=environment(**mark),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                wait_for(lambda: any(map(is_horovodrun, processes_with(str(tmp_path)))), 60)
+                job.send_signal(number)
+                assert job.wait(120) == status
+            assert "Traceback" not in log.read_text()
+            assert "KeyboardInterrupt" not in log.read_text()
+
+
+def is_horovodrun(process: int) -> bool:
+    """Whether it is that Python program and has begun to import."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        return any(word.endswith(b"/horovodrun") for word in words[:2]) and maps(process, "psutil")
+    return False
+
+
+@pytest.mark.usefixtures("ready")
+class TestClosedTerminal:
+    """Of a shell in which a user trains, or of the script alone."""
+
+    def test_ends_all_ranks_after_a_checkpoint_from_which_the_run_goes_on(self, tmp_path: Path) -> None:
+        saved = tmp_path / "checkpoints"
+        command = [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)]
+        with all_ended(tmp_path) as mark:
+            # Its history would be the user's.
+            shell, terminal = start_in_terminal(
+                ["bash", "--norc", "--noprofile", "-i"], HISTFILE="/dev/null", **mark
+            )
+            os.write(terminal, (shlex.join(command) + "\n").encode())
+            read_until(terminal, "loss")
+            os.close(terminal)
+            assert shell.wait(20) == -signal.SIGHUP
+            wait_for(lambda: not processes_with(str(tmp_path)), 120)
+        step = assert_complete(saved)
+        resumed = run("run.sh", *command[1:], "--resume", "--steps", str(step + 1))
+        assert resumed.returncode == 0, resumed.stderr
+        assert f"resumed at step {step}" in resumed.stdout
+
+    def test_ends_all_ranks_also_where_nothing_is_to_be_saved(self, tmp_path: Path) -> None:
+        with all_ended(tmp_path) as mark:
+            job, terminal = start_in_terminal([str(LAUNCH / "run.sh"), *ENDLESS], **mark)
+            read_until(terminal, "loss")
+            os.close(terminal)
+            assert job.wait(120) == 129
+
+    def test_does_not_keep_a_rank_of_its_own_from_saving_what_it_can_no_longer_announce(
+        self, tmp_path: Path
+    ) -> None:
+        saved = tmp_path / "checkpoints"
+        alone = [sys.executable, str(LAUNCH / "train.py"), *ENDLESS[2:], "--checkpoint-dir", str(saved)]
+        with all_ended(tmp_path) as mark:
+            job, terminal = start_in_terminal(alone, **mark)
+            read_until(terminal, "loss")
+            os.close(terminal)
+            assert job.wait(120) == 129
+        assert_complete(saved, ranks=1)
+
+    def test_is_survived_under_nohup(self, tmp_path: Path) -> None:
+        saved = tmp_path / "checkpoints"
+        command = ["nohup", str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)]
+        with all_ended(tmp_path) as mark:
+            job, terminal = start_in_terminal([*command, "--checkpoint-every", "20"], tmp_path, **mark)
+            wait_for(lambda: list(saved.glob("*.json")) != [], 120)
+            os.close(terminal)
+            time.sleep(1)
+            before = set(saved.glob("*.json"))
+            wait_for(lambda: before.isdisjoint(saved.glob("*.json")), 120)
+            job.terminate()
+            assert job.wait(120) == 143
+
+
+class TestCtrlC:
+    @pytest.mark.usefixtures("ready")
+    @pytest.mark.parametrize("library", ["libtorch_cpu", "mpi_lib_v2", "llvmlite"])
+    def test_amid_the_imports_of_train_py_ends_it_without_a_word(
+        self, tmp_path: Path, library: str
+    ) -> None:
+        log = tmp_path / "log"
+        with log.open("w") as output, all_ended(tmp_path) as mark:
+            job = subprocess.Popen(
+                [sys.executable, str(LAUNCH / "train.py"), *ENDLESS[2:]],
+                env=environment(**mark),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            wait_for(lambda: maps(job.pid, library), 60)
+            job.send_signal(signal.SIGINT)
+            # A shell calls it 130.
+            assert job.wait(20) == -signal.SIGINT
+        assert log.read_text() == ""
+
+
+# ---------------------------------------------------------------- runs, terminals, processes
+
+
+def assert_complete(saved: Path, ranks: int = 2) -> int:
+    """There is one checkpoint, with all of its files; returns its step."""
+    (manifest,) = saved.glob("step-*.json")
+    listed = json.loads(manifest.read_text())
+    names = {manifest.name, *listed["sha256"]}
+    assert names == {file.name for file in saved.iterdir()}
+    assert len(names) == ranks + 2
+    step: int = listed["position"]["step"]
+    return step
+
+
+def start_in_terminal(
+    command: Sequence[str], folder: Path = ROOT, **changes: str
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Runs it as the first process in a terminal of its own, which is closed with the descriptor."""
+    ours, theirs = pty.openpty()
+    # Without a size, a bar of progress would have no room.
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    job = subprocess.Popen(
+        ["setsid", "--ctty", *command],
+        cwd=folder,
+        env=environment(**changes),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    return job, ours
+
+
+def read_until(terminal: int, text: str, seconds: float = 120) -> None:
+    shown, deadline = "", time.monotonic() + seconds
+    # A terminal that shows what is typed shows the option --log-every, too, but no such word.
+    while text not in shown:
+        assert time.monotonic() < deadline, shown
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def all_ended(folder: Path) -> Iterator[dict[str, str]]:
+    """Gives a mark for the environment; at the end, no process that has it may be left."""
+    try:
+        # mpirun takes this long twice after a rank has ended with a status other than 0.
+        yield {"HVA_TEST": str(folder), "OMPI_MCA_odls_base_sigkill_timeout": "2"}
+        wait_for(lambda: not processes_with(str(folder)), 20)
+    finally:
+        for process in processes_with(str(folder)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
@@ -350,13 +583,17 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def processes_with(text: str) -> list[int]:
-    """Those whose command line holds it."""
+def processes_with(mark: str) -> list[int]:
+    """Those that have it in their environment."""
     found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if text in file.read_bytes().decode(errors="replace"):
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        # One may have just ended, or be the kernel's.
+        with contextlib.suppress(OSError):
+            if f"HVA_TEST={mark}".encode() in file.read_bytes().split(b"\0"):
                 found.append(int(file.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
     return found
+
+
+def maps(process: int, library: str) -> bool:
+    """Whether it has loaded a library of that name."""
+    return library in Path(f"/proc/{process}/maps").read_text()

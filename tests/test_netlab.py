@@ -628,13 +628,28 @@ class TestCleanUp:
         own.must("down")
         assert own.left() == []
 
-    def test_a_stopped_up_removes_what_it_had_made(self, own: Lab) -> None:
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+    def test_a_stopped_up_removes_what_it_had_made(self, own: Lab, number: int, status: int) -> None:
         stopped = own.start("up", "60", "100mbit")
         wait_for(lambda: Path(f"/run/netns/hva-{own.name}-h5").exists())
-        stopped.send_signal(signal.SIGINT)
+        stopped.send_signal(number)
+        # Closing a terminal may send two, and users are impatient.
+        time.sleep(0.01)
+        stopped.send_signal(number)
         stopped.communicate(timeout=20)
-        assert stopped.returncode == 130
+        assert stopped.returncode == status
         assert own.left() == []
+
+    def test_under_nohup_a_closed_terminal_ends_nothing(self, lab: Lab) -> None:
+        lab.command[:0] = ["nohup"]
+        try:
+            tracing = lab.start("trace", "sin2", "--low", "10mbit", "--high", "20mbit")
+        finally:
+            del lab.command[0]
+        wait_for(lambda: "a trace is replayed" in lab.must("status"))
+        tracing.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert "a trace is replayed" in lab.must("status")
 
     def test_a_kernel_without_tbf_is_named_and_nothing_is_left(self, own: Lab, tmp_path: Path) -> None:
         fake = tmp_path / "tc"
@@ -833,8 +848,12 @@ class TestRunScript:
     @pytest.mark.usefixtures("ready")
     @pytest.mark.parametrize(
         ("moment", "number", "expected"),
-        [("lab 'run-", signal.SIGINT, 130), ("rank(s) of", signal.SIGTERM, 143)],
-        ids=["while-the-links-are-probed", "while-it-trains"],
+        [
+            ("lab 'run-", signal.SIGINT, 130),
+            ("rank(s) of", signal.SIGTERM, 143),
+            ("rank(s) of", signal.SIGHUP, 129),
+        ],
+        ids=["while-the-links-are-probed", "while-it-trains", "when-the-terminal-is-closed"],
     )
     def test_a_signal_ends_the_ranks_and_the_lab(self, moment: str, number: int, expected: int) -> None:
         words = ["--netlab", "2,200mbit", "--preset", "mlp-digits", "--epochs", "5000"]

@@ -346,7 +346,7 @@ def test_help_tells_the_exit_status_of_each_signal(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         options.parse(["--help"])
     text = capsys.readouterr().out
-    for number in ("130", "143", "75"):
+    for number in ("129", "130", "143", "75"):
         assert number in text
 
 
@@ -456,7 +456,41 @@ DAMAGES = {
     ("remove", "pt"): "is missing",
     ("tear", "pt"): "is not the file that was saved",
     ("tear", "json"): "is damaged or no manifest",
+    ("empty", "json"): "is damaged or no manifest",
+    ("deep", "json"): "is damaged or no manifest",
+    ("list", "json"): "is no manifest of this program (format 2)",
+    ("number", "json"): "is no manifest of this program (format 2)",
+    ("null", "json"): "is no manifest of this program (format 2)",
 }
+# Where in a manifest, and what is wrong to have there.
+WRONG_VALUES: dict[tuple[str, ...], list[Any]] = {
+    ("format",): ["2", 3, None],
+    ("identity",): [[], "x", None],
+    ("position",): [[], 16],
+    ("position", "step"): ["16", -1, 16.0, 17],
+    ("position", "epoch"): [True, None, 10**30],
+    ("position", "step_in_epoch"): [[4], -4],
+    ("position", "more"): [1],
+    ("ranks",): ["2", 0, 1, None],
+    ("sha256",): [[], "x"],
+    ("sha256", "step-000000016.pt"): [7, None],
+}
+# Which file is missed where the values do not fit each other.
+WRONG_ALSO: dict[str, tuple[tuple[str, ...], list[Any], str]] = {
+    "another number of ranks": (("ranks",), [10**9], "step-000000016.rank-2.pt"),
+    "no files": (("sha256",), [{}], "step-000000016.pt"),
+    "no place": (("position",), [{}], "step"),
+}
+# By name: where, what, and what the error names.
+WRONG_MANIFESTS = (
+    {
+        f"{keys[-1]} is {value!r}": (keys, [value], keys[-1])
+        for keys, values in WRONG_VALUES.items()
+        for value in values
+    }
+    | {f"no {keys[-1]}": (keys, [], keys[-1]) for keys in WRONG_VALUES if keys[-1] != "more"}
+    | WRONG_ALSO
+)
 
 
 def commands(folder: Path) -> Iterator[dict[str, Any]]:
@@ -487,6 +521,14 @@ def commands(folder: Path) -> Iterator[dict[str, Any]]:
             "arguments": [*topk, "--checkpoint-dir", str(broken), "--resume"],
             "copy": [str(folder / "topk-whole"), str(broken), 16],
             "damage": [how, str(broken / f"step-000000016.{file}")],
+        }
+    for name, (keys, value, _) in WRONG_MANIFESTS.items():
+        broken = folder / name
+        yield {
+            "name": name,
+            "arguments": [*topk, "--checkpoint-dir", str(broken), "--resume"],
+            "copy": [str(folder / "topk-whole"), str(broken), 16],
+            "edit": [str(broken / "step-000000016.json"), keys, *value],
         }
     yield {"name": "no data", "arguments": [*RESUMABLE, "--data-dir", str(folder / "nowhere")]}
     yield {"name": "too large a batch", "arguments": [*RESUMABLE, "--batch-size", "1000"]}
@@ -603,6 +645,20 @@ class TestTwoRanks:
         path = folder / f"{how} {file}" / f"step-000000016.{file}"
         assert f"{path} {DAMAGES[how, file]}" in result.output
 
+    @pytest.mark.parametrize("name", WRONG_MANIFESTS)
+    def test_a_manifest_without_a_key_or_with_a_wrong_value_is_an_error_of_one_line_that_names_it(
+        self, results: dict[str, Result], folder: Path, name: str
+    ) -> None:
+        result = results[name]
+        assert result.statuses == [1, 1], result.output
+        lines = [line for line in result.output.splitlines() if "train.py:" in line]
+        assert len(lines) == 1
+        file = f"{folder / name / 'step-000000016.json'}"
+        before, named, said = lines[0].partition(file)
+        assert (before, named) == ("train.py: looking for checkpoints: rank 0: ", file)
+        assert WRONG_MANIFESTS[name][2] in said
+        assert "Traceback" not in result.output
+
     @pytest.mark.parametrize("ranks", [1, 4])
     def test_another_number_of_ranks_goes_on_and_says_so(
         self, results: dict[str, Result], folder: Path, data_root: Path, ranks: int
@@ -693,6 +749,7 @@ def ranks_below(launcher: int) -> dict[int, int]:
     [
         # The launcher's own status at a signal to it is not ours to say: mpirun gives 1.
         ("horovodrun", signal.SIGTERM, "rank 1", 143),
+        ("horovodrun", signal.SIGHUP, "rank 1", 129),
         ("mpirun", signal.SIGTERM, "launcher", None),
         ("mpirun", signal.SIGUSR1, "launcher", 75),
         ("horovodrun", signal.SIGINT, "terminal", None),

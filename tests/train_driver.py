@@ -3,8 +3,9 @@
     horovodrun -np 2 python tests/train_driver.py COMMANDS.json RESULTS
 
 COMMANDS.json holds a list of `{"name": ..., "arguments": [...]}`; `"copy": [from, to, step]` copies a
-checkpoint before, and `"damage": [how, file]` spoils a file of it. Each rank writes its exit statuses
-and outputs to RESULTS-<rank>.json.
+checkpoint before, `"damage": [how, file]` spoils a file of it, and `"edit": [file, keys, value]` sets
+one value in a file of JSON, or removes it where there is none. Each rank writes its exit statuses and
+outputs to RESULTS-<rank>.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import horovod.torch as hvd
 
 import train
 
+TEXTS = {"empty": "", "list": "[]", "number": "2", "null": "null", "deep": "[" * 100_000}
+
 
 def copy_checkpoint(source: str, target: str, step: int) -> None:
     if hvd.rank() == 0:
@@ -39,6 +42,8 @@ def damage(how: str, name: str) -> None:
             path.unlink()
         elif how == "tear":
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif how in TEXTS:
+            path.write_text(TEXTS[how])
         elif how == "flip":
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
@@ -48,12 +53,29 @@ def damage(how: str, name: str) -> None:
     hvd.barrier()
 
 
+def edit(name: str, keys: list[str], *value: Any) -> None:
+    path = Path(name)
+    if hvd.rank() == 0:
+        content = json.loads(path.read_text())
+        holder = content
+        for key in keys[:-1]:
+            holder = holder[key]
+        if value:
+            holder[keys[-1]] = value[0]
+        else:
+            del holder[keys[-1]]
+        path.write_text(json.dumps(content))
+    hvd.barrier()
+
+
 def run(command: dict[str, Any]) -> dict[str, Any]:
     hvd.init()
     if "copy" in command:
         copy_checkpoint(*command["copy"])
     if "damage" in command:
         damage(*command["damage"])
+    if "edit" in command:
+        edit(*command["edit"])
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:

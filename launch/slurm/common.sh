@@ -274,25 +274,27 @@ else: print("Horovod was built without MPI: load the module of an MPI, then run 
 
 # ---------------------------------------------------------------- signals
 
-# Only srun's ranks are Slurm's; of the others, mpirun tells each one.
+# tell_ranks SIGNAL: only srun's ranks are Slurm's; of the others, mpirun tells each one.
 tell_ranks() {
     if [[ $HVA_LAUNCHER == srun ]]; then
-        scancel --signal=USR1 "$job" || true
+        scancel --signal="$1" "$job" || true
         return 0 # in a trap, a bare "return" would give the status of what the signal interrupted
     fi
     local process
     for process in "$launched" $(descendants "$launched"); do
         [[ $(cat "/proc/$process/comm" 2>/dev/null) =~ ^(mpirun|orterun|prterun|mpiexec.*)$ ]] || continue
-        if kill -s USR1 "$process"; then return 0; fi
+        if kill -s "$1" "$process"; then return 0; fi
     done
 }
 
-on_usr1() {
+# stop_ranks SIGNAL: USR1, to go on later, or HUP, where the script was started by hand in a terminal now closed.
+stop_ranks() {
     interrupted=yes
     # A second one would end the ranks before they have saved.
     [[ -z $told ]] || return 0
-    told=yes
-    say "--- $(date '+%F %T') USR1: the ranks are told to save and stop"
+    told=$1
+    # Perhaps to nobody.
+    say "--- $(date '+%F %T') $1: the ranks are told to save and stop" || true
     if [[ -z $launched ]]; then
         too_early=yes
     elif [[ -z $(ls "$folder/ranks") ]]; then
@@ -301,7 +303,7 @@ on_usr1() {
         # shellcheck disable=SC2046
         kill -s KILL "$launched" $(descendants "$launched") 2>/dev/null || true
     else
-        tell_ranks
+        tell_ranks "$1"
     fi
 }
 
@@ -311,7 +313,7 @@ on_usr1() {
 launch() {
     [[ -z $too_early ]] || return 0
     # The output's reader must outlive a signal to the whole job.
-    "$@" > >(trap '' TERM USR1; exec tee -a "$log") 2>&1 &
+    "$@" > >(trap '' TERM USR1 HUP; exec tee -a "$log") 2>&1 &
     launched=$!
     # A signal ends the wait, not the launcher.
     interrupted=yes
@@ -366,8 +368,12 @@ conclude() {
     local cause
     cause=$(first_failure)
     [[ -z $cause ]] || status=$cause
+    if [[ $told == HUP ]]; then
+        [[ -z $too_early ]] || status=129
     # USR1 ends a rank that is not yet listening.
-    if [[ -n $too_early ]] || ((status == try_later)) || { [[ -n $told ]] && ((status == 128 + 10)); }; then requeue; fi
+    elif [[ -n $too_early ]] || ((status == try_later)) || { [[ -n $told ]] && ((status == 128 + 10)); }; then
+        requeue
+    fi
     ((status == 0)) || (die "the run failed with exit status $status" "Its output: $log") || exit "$status"
     prove_it_ran
     say "--- $(date '+%F %T') done; checkpoints in $folder/checkpoints"
@@ -376,7 +382,8 @@ conclude() {
 # start FOLDER ARGUMENTS...
 start() {
     told='' too_early='' launched='' status=0
-    trap on_usr1 USR1
+    trap 'stop_ranks USR1' USR1
+    trap 'stop_ranks HUP' HUP
     # Slurm tells all ranks itself; this script stays to see how they end.
     trap 'interrupted=yes' TERM
     script=${HVA_SCRIPT:-$root/launch/train.py}

@@ -21,7 +21,7 @@ file=$folder/${SLURMD_NODENAME:-$(hostname)}.$rank
 
 # Slurm sends a signal to all processes of a rank. Only the program acts on it; here it ends a wait, no more.
 interrupted=yes ended=
-trap 'interrupted=yes' USR1
+trap 'interrupted=yes' USR1 HUP
 trap 'interrupted=yes ended=yes' TERM
 "$@" <&0 &
 while [[ -n $interrupted ]]; do

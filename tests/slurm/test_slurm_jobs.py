@@ -153,6 +153,19 @@ def test_a_job_signalled_before_its_limit_ends_like_one_that_was_not(
     wait_until(lambda: not job.processes(), 20, lambda: f"left over: {job.processes()}")
 
 
+def test_a_job_whose_script_gets_sighup_saves_and_does_not_go_on_by_itself(lab: Lab) -> None:
+    job = submit(lab, *SHORT, "--steps", "200", **SLOW)
+    job.wait_for(r"step \d+/200", 240)
+    job.signal("HUP")
+    # As where the terminal of a script started by hand is closed.
+    assert job.wait() == ("FAILED", 129), job.explain()
+    stopped = re.search(r"stopped by SIGHUP at step (\d+);", job.text())
+    assert stopped, job.text()
+    assert (folder_of(job) / f"checkpoints/step-{int(stopped[1]):09d}.json").exists()
+    assert job.show()["Restarts"] == "0"
+    wait_until(lambda: not job.processes(), 20, lambda: f"left over: {job.processes()}")
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
