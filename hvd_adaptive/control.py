@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
+from hvd_adaptive.failure import told_by
+
 T = TypeVar("T")
 
 _LENGTH_BYTES = 8
@@ -76,7 +78,8 @@ class Control:
         if error is not None:
             raise error
         if "error" in first:
-            raise RuntimeError(f"the first rank could not decide: {first['error']}")
+            message = f"the first rank could not decide: {first['error']}"
+            raise self._told_by(0, RuntimeError(message))
         return first["built"]
 
     def agree(
@@ -106,16 +109,26 @@ class Control:
             error = failure
             mine = {"error": {"": f"{type(failure).__name__}: {failure}"}}
         if not alone:
-            for rank, other in enumerate(self.allgather(mine)):
+            everyone = self.allgather(mine)
+            for rank, other in enumerate(everyone):
                 if error is None and "error" in other:
-                    raise ValueError(f"{what}: rank {rank} failed: {other['error']['']}")
+                    message = f"{what}: rank {rank} failed: {other['error']['']}"
+                    raise self._told_by(rank, ValueError(message))
                 # dicts are equal in any order, but buckets are built in this one
                 if error is None and list(other["digest"].items()) != list(mine["digest"].items()):
-                    raise ValueError(f"{what}: {_difference(rank, mine, other)}")
+                    raise self._told_by(0, ValueError(f"{what}: {_difference(rank, mine, other)}"))
+            if error is not None:
+                raise self._told_by(everyone.index(mine), error)
         if error is not None:
             raise error
         assert built is not None
         return built
+
+    def _told_by(self, rank: int, error: Exception) -> Exception:
+        """An error that others raise as well; only this rank of the process set prints it in full."""
+        ranks = self._process_set.ranks
+        number = rank if ranks is None else ranks[rank]
+        return error if rank == self.rank else told_by(f"rank {number}", error)
 
 
 def _difference(rank: int, mine: dict[str, dict[str, str]], other: dict[str, dict[str, str]]) -> str:

@@ -31,6 +31,7 @@ from hvd_adaptive.reducer import Options, Reducer
 from hvd_adaptive.routing import Choice, Spec
 from hvd_adaptive.telemetry import Meter, Telemetry
 from hvd_adaptive.transport import Transport
+from hvd_adaptive.watchdog import watch
 
 # Horovod asks for this module's name to know its own optimizer (see _Methods).
 _HOROVOD_MODULE: str = hvd.DistributedOptimizer.__module__
@@ -129,6 +130,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     number = next(_counter)
     control = Control(f"hva.{number}.control", process_set)
     active = _takes_part(process_set)
+    name_this_rank(hvd.rank())
 
     def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
         _check(backward_passes_per_step, op, gradient_predivide_factor)
@@ -161,6 +163,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         }
 
     choice, options, named = control.agree("DistributedOptimizer", check, digest, alone=not active)
+    if active:
+        watch(control)
     if op == hvd.Adasum and hvd.size() > 1:
         stock: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
@@ -174,7 +178,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     meter = Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
     meter.configuration(_configuration(digest((choice, options, named)), ranks))
     transport = Transport(op, process_set, gradient_predivide_factor)
-    name_this_rank(hvd.rank())
     exchange = Exchange(transport, meter, f"hva.{number}", seed, hvd.rank())
     pilot = None
     if active and options.planner is not None:
