@@ -44,8 +44,8 @@ def __getattr__(name: str) -> Any:
             raise
         raise ModuleNotFoundError(
             f"hvd_adaptive.{name} needs Horovod, which this Python ({sys.executable}) does not have. "
-            "In the repository, launch/setup.sh builds it; 'pip install horovod' alone fails, because its "
-            "last release, 0.28.1, must be patched for PyTorch 2.1 and newer. Or take conda-forge's "
-            "package horovod.",
+            "In the repository, launch/setup.sh builds it; 'pip install horovod' alone fails, because "
+            "its last release, 0.28.1, must be patched for PyTorch 2.1 and newer. conda-forge has a "
+            "package, too: horovod.",
             name="horovod",
         ) from error

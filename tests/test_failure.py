@@ -142,7 +142,8 @@ def test_a_rank_that_fails_ends_all_others_and_is_named(launcher: str, how: str)
     assert outcome.seconds < WITHIN_SECONDS + allowed, text
     said = SAID[how].format(rank=rank, process=outcome.processes[rank])
     assert re.search(said, text, re.MULTILINE), text
-    assert outcome.tracebacks == (how == "raise"), text
+    own = text.replace("Traceback", "", launcher == "gloo")  # which ends with one of its own
+    assert own.count("Traceback (most recent call last)") == (how == "raise"), text
     if how == "freeze":
         assert outcome.seconds > STALL_SECONDS - 1, text
     if how == "raise":
