@@ -17,6 +17,7 @@ import data
 import loop
 import models
 import options as command_line
+from agreement import StopVote
 from checkpoint import Position
 
 Batch = tuple[Tensor, Tensor]
@@ -30,12 +31,14 @@ class Preset:
         options: of train.py.
         model: initialised alike on all ranks.
         rule: the torch optimizer.
+        task: the data.
         batches: of this rank.
     """
 
     options: command_line.Options
     model: nn.Module
     rule: torch.optim.Optimizer
+    task: data.Task
     batches: loop.Batches
 
     def forever(self) -> Iterator[Batch]:
@@ -43,16 +46,35 @@ class Preset:
         for _, [batch] in self.batches.forever(Position()):
             yield batch
 
-    def set_rate(self, step: int, steps: int) -> None:
-        """The learning rate of a step, in a training of so many: warm-up, then a cosine."""
-        rate = loop.learning_rate(step, steps, steps // 20, self.options.lr, "cosine")
+    def forever_of_all(self, ranks: int) -> Iterator[tuple[Batch, ...]]:
+        """Each of ``ranks`` virtual ranks' batch of each step, without end."""
+        size, seed = self.options.batch_size, self.options.seed
+        shares = [loop.Batches(self.task.train, size, 1, seed, (rank, ranks)) for rank in range(ranks)]
+        for every in zip(*(share.forever(Position()) for share in shares), strict=True):
+            yield tuple(batch for _, [batch] in every)
+
+    def set_rate(self, step: int, steps: int, ranks: int = 1) -> None:
+        """The learning rate of a step, in a training of so many: warm-up, then a cosine.
+
+        As train.py does, more virtual ranks have a higher one where the preset says so.
+        """
+        peak = self.options.lr * loop.learning_rate_scale(self.options.lr_scaling, ranks, 1, True)
+        rate = loop.learning_rate(step, steps, steps // 20, peak, "cosine")
         for group in self.rule.param_groups:
             group["lr"] = rate
 
-    def backward(self, batch: Batch) -> None:
-        """Forward and backward pass."""
+    def backward(self, batch: Batch) -> float:
+        """Forward and backward pass; the loss."""
         inputs, targets = batch
-        loop.loss_of(self.model(inputs), targets).backward()
+        loss = loop.loss_of(self.model(inputs), targets)
+        loss.backward()
+        return loss.item()
+
+    def score(self) -> dict[str, float]:
+        """How good the model is on held-out data."""
+        found = loop.evaluate(self.model, self.task, self.options.eval_examples, StopVote())
+        assert found is not None, "the run was told to stop"
+        return found.scalars()
 
     def step(self, optimizer: Any, batch: Batch) -> None:
         """A step of Horovod's optimizer, or ours."""
@@ -81,4 +103,4 @@ def prepare(arguments: Sequence[str], seed: int = 0) -> Preset:
     rule = loop.make_update_rule(options, model)
     for group in rule.param_groups:
         group["lr"] = options.lr
-    return Preset(options, model, rule, batches)
+    return Preset(options, model, rule, task, batches)

@@ -13,6 +13,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_adaptive.failure import told_by
+from hvd_adaptive.transport import joins_named
 
 T = TypeVar("T")
 
@@ -48,7 +49,8 @@ class Control:
         message = json.dumps(value).encode()
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         tensor = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
+        with joins_named():
+            gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
         data = gathered.numpy().tobytes()
         values = []
         while data:
@@ -70,7 +72,8 @@ class Control:
         mine: dict[str, Any] = {}
         if self.rank == 0:
             try:
-                mine = {"built": build()}
+                # as text, so that what JSON cannot hold is an error here and not while others wait
+                mine = {"built": json.dumps(build())}
             except Exception as failure:
                 error = failure
                 mine = {"error": f"{type(failure).__name__}: {failure}"}
@@ -80,7 +83,7 @@ class Control:
         if "error" in first:
             message = f"the first rank could not decide: {first['error']}"
             raise self._told_by(0, RuntimeError(message))
-        return first["built"]
+        return json.loads(first["built"])
 
     def agree(
         self,
@@ -88,6 +91,7 @@ class Control:
         build: Callable[[], T],
         digest: Callable[[T], dict[str, str]],
         alone: bool = False,
+        remedy: str = "all ranks must build the same model and pass the same options",
     ) -> T:
         """Build something on every rank, and raise on every rank unless all built the same.
 
@@ -96,31 +100,36 @@ class Control:
             build: makes it; what it raises is raised on all ranks.
             digest: describes it, item by item; the items must be equal on all ranks.
             alone: True on a rank that has nobody to agree with.
+            remedy: what to do where an item differs.
 
         Raises:
-            ValueError: a rank could not build it, or built another: names the rank and the item.
+            ValueError: ranks built different things, or ``build`` refused its arguments (ValueError,
+                TypeError or KeyError) on another rank: names the rank, and the item or the error.
+            RuntimeError: ``build`` or ``digest`` failed in any other way on another rank, as above.
+            Exception: what they raised on this one.
         """
         built: T | None = None
         error: Exception | None = None
+        mine: dict[str, Any]
         try:
             built = build()
             mine = {"digest": digest(built)}
-        except (ValueError, TypeError, KeyError) as failure:
+        except Exception as failure:
             error = failure
-            mine = {"error": {"": f"{type(failure).__name__}: {failure}"}}
-        if not alone:
-            everyone = self.allgather(mine)
-            for rank, other in enumerate(everyone):
-                if error is None and "error" in other:
-                    message = f"{what}: rank {rank} failed: {other['error']['']}"
-                    raise self._told_by(rank, ValueError(message))
-                # dicts are equal in any order, but buckets are built in this one
-                if error is None and list(other["digest"].items()) != list(mine["digest"].items()):
-                    raise self._told_by(0, ValueError(f"{what}: {_difference(rank, mine, other)}"))
-            if error is not None:
-                raise self._told_by(everyone.index(mine), error)
+            refused = isinstance(failure, ValueError | TypeError | KeyError)
+            mine = {"error": f"{type(failure).__name__}: {failure}", "refused": refused}
+        everyone = [] if alone else self.allgather(mine)
         if error is not None:
-            raise error
+            raise error if alone else self._told_by(everyone.index(mine), error)
+        for rank, other in enumerate(everyone):
+            if "error" in other:
+                kind = ValueError if other["refused"] else RuntimeError
+                raise self._told_by(rank, kind(f"{what}: rank {rank} failed: {other['error']}"))
+        for rank, other in enumerate(everyone):
+            # dicts are equal in any order, but buckets are built in this one
+            if list(other["digest"].items()) != list(mine["digest"].items()):
+                message = f"{what}: {_difference(rank, mine, other, remedy)}"
+                raise self._told_by(0, ValueError(message))
         assert built is not None
         return built
 
@@ -131,15 +140,14 @@ class Control:
         return error if rank == self.rank else told_by(f"rank {number}", error)
 
 
-def _difference(rank: int, mine: dict[str, dict[str, str]], other: dict[str, dict[str, str]]) -> str:
+def _difference(rank: int, mine: dict[str, Any], other: dict[str, Any], remedy: str) -> str:
     """Name the first item in which another rank differs from this one."""
     here, there = mine["digest"], other["digest"]
     for key in [*here, *(key for key in there if key not in here)]:
         if here.get(key) != there.get(key):
             return (
                 f"{key} is {here.get(key, 'missing')} on rank {hvd.rank()} but "
-                f"{there.get(key, 'missing')} on rank {rank} of the process set: "
-                "all ranks must build the same model and pass the same options"
+                f"{there.get(key, 'missing')} on rank {rank} of the process set: {remedy}"
             )
     return (
         f"rank {rank} of the process set has the same items as rank {hvd.rank()} in another order: "

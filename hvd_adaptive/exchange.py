@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -34,9 +35,12 @@ from hvd_adaptive.compressors.base import (
 from hvd_adaptive.feedback import Memory, split
 from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
-from hvd_adaptive.transport import Handle, Request, Transport, nbytes_of
+from hvd_adaptive.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 
 Steps: TypeAlias = Generator[Request, Tensor, None]
+
+_PRESENT = "present"
+"""What every rank votes for that takes part in a step."""
 
 
 class _Staging:
@@ -114,6 +118,8 @@ class Exchange:
         self._memory: dict[int, Memory] = {}
         self._staged: dict[int, _Staging] = {}
         self._vote: Handle | None = None
+        self._questions: tuple[str, ...] = ()
+        self._outcome: dict[str, float] | None = None
         self.trips: list[Trip] = []
         """This step's collectives, in the order in which they ended."""
         self.states: dict[Compressor, CodecState] = {}
@@ -190,6 +196,14 @@ class Exchange:
             if more is not None:
                 self._submit(flight.bucket, flight.steps, more, flight.round + 1)
 
+    def drain(self) -> None:
+        """Complete what is under way, refused or not, where a rank has joined; drop the results."""
+        handles = [flight.handle for flight in self._inflight]
+        self._inflight.clear()
+        for handle in handles:
+            with suppress(JoinedRankError):
+                self._transport.wait(handle)
+
     def abandon(self) -> None:
         """Forget what is under way, after Horovod reported that a rank has gone."""
         self._inflight.clear()
@@ -199,22 +213,44 @@ class Exchange:
         """What each rank must send so that the reduction over all of them gives ``reduced``."""
         return reduced / (self._transport.size * self._transport.scale)
 
-    def vote(self, *questions: bool) -> None:
+    def vote(self, **questions: bool) -> None:
         """Ask all ranks some questions; :meth:`voted` tells later to which any of them said yes."""
-        ballot = torch.tensor([float(yes) for yes in questions])
-        self._vote = self._transport.submit(Request("allreduce", ballot), f"{self._prefix}.vote")
+        self._outcome = None
+        self._questions = (*questions, _PRESENT)
+        # float64, which no gradient is: Horovod would copy a large one to send both in one buffer
+        ballot = torch.tensor([*map(float, questions.values()), 1.0], dtype=torch.float64)
+        self._vote = self._transport.submit(
+            Request("allreduce", ballot), f"{self._prefix}.vote", self._step
+        )
 
-    def voted(self) -> list[bool]:
-        """The outcomes of the last :meth:`vote`, the same on all ranks; empty where there was none."""
-        if self._vote is None:
-            return []
-        outcome = self._transport.wait(self._vote)
-        self._vote = None
-        return [count > 0 for count in outcome.tolist()]
+    def voted(self) -> dict[str, bool]:
+        """The outcomes of the last :meth:`vote`, the same on all ranks."""
+        outcome = self._count_votes()
+        return {question: count > 0.0 for question, count in outcome.items()}
+
+    def forget_vote(self) -> None:
+        """Complete a vote whose outcome nobody will ask for."""
+        if self._vote is not None:
+            self._count_votes()
+
+    @property
+    def missing(self) -> bool:
+        """Whether a rank took no part in the last :meth:`vote`: it has called ``hvd.join()``."""
+        every, one = self._transport.size * self._transport.scale, self._transport.scale
+        return self._count_votes()[_PRESENT] < every - 0.5 * one
+
+    def _count_votes(self) -> dict[str, float]:
+        """How many ranks said yes, in the units of the transport's sums; waits for them."""
+        if self._vote is not None:
+            counts = self._transport.wait(self._vote).tolist()
+            self._vote, self._outcome = None, dict(zip(self._questions, counts, strict=True))
+        assert self._outcome is not None, "nobody has voted"
+        return self._outcome
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
         launched = perf_counter()  # before: it may go ahead at once
-        handle = self._transport.submit(request, f"{self._prefix}.{bucket.index}.{round_}")
+        name = f"{self._prefix}.{bucket.index}.{round_}"
+        handle = self._transport.submit(request, name, self._step)
         self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
         self._inflight.append(_Flight(bucket, steps, request, handle, round_, launched))
 
@@ -232,7 +268,9 @@ class Exchange:
             # an overflow becomes Inf, as with Horovod: nobody would keep what saturation cuts off
             torch._foreach_copy_(staging.views, grads)
             reduced = yield from self._sum(bucket, staging.flat)
-            torch._foreach_copy_(grads, shaped(reduced, bucket))
+            torch._foreach_copy_(
+                grads, [_within(*pair) for pair in zip(shaped(reduced, bucket), grads, strict=True)]
+            )
 
     def _sum(self, bucket: Bucket, flat: Tensor) -> Generator[Request, Tensor, Tensor]:
         """One reduction over the ranks of a flat buffer, by the bucket's collective."""
@@ -279,7 +317,7 @@ class Exchange:
         for position in (position for position, fine in enumerate(good) if not fine):
             memory.restore(bucket, position, work[position], None)
         memory.finish(bucket, results, good)
-        _hand_over(results, grads)
+        self._hand_over(bucket, results, grads)
 
     def _gather(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
         """Send every rank's codes to every rank, which decodes and adds them."""
@@ -301,7 +339,7 @@ class Exchange:
         if nonfinite:
             self._restore(bucket, codes, local, fine_here & marks)
         memory.finish(bucket, work, good)
-        _hand_over(work, grads)
+        self._hand_over(bucket, work, grads)
 
     def _sparse(self, bucket: Bucket, grads: list[Tensor]) -> Steps:
         """A sparse gradient: indices and values by allgather, as Horovod does."""
@@ -320,12 +358,28 @@ class Exchange:
             part.levels,
             self._keys(bucket, part, keys.SHARED),
             self.states.get(part.compressor.state_key),
+            bucket.dtype,
+            self._transport.size if part.keeps and self._memory[bucket.index].slots else 1,
         )
 
     def _keys(self, bucket: Bucket, part: Part, rank: int) -> npt.NDArray[np.uint64]:
         """Of the random numbers of one compressor's layers in this step."""
         layers = [layer.index for layer in bucket.layers[part.start : part.stop]]
         return keys.layer_keys(self.seed, rank, self._step, layers)
+
+    def _hand_over(self, bucket: Bucket, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Copy the results that were not formed in the gradients' own memory.
+
+        What float16 cannot hold waits, because residuals can be larger than any gradient.
+        """
+        for position, (grad, result) in enumerate(zip(grads, results, strict=True)):
+            if result is grad:
+                continue
+            held = _within(result, grad)
+            if held is not result:
+                excess = (result - held).nan_to_num_(0.0, 0.0, 0.0)  # where both are Inf
+                self._memory[bucket.index].postpone(bucket, position, self.share(excess.view(-1)))
+            grad.copy_(held)
 
     def _encode(self, bucket: Bucket, work: list[Tensor]) -> tuple[list[Tensor], npt.NDArray[np.bool_]]:
         """The codes of each part of the bucket, and which layers are finite here.
@@ -452,15 +506,18 @@ def _gathered(part: Part) -> GatheredCompressor:
     return part.compressor
 
 
-def _hand_over(results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Copy the results that were not formed in the gradients' own memory."""
-    for grad, result in zip(grads, results, strict=True):
-        if result is not grad:
-            grad.copy_(result)
+def _within(result: Tensor, grad: Tensor) -> Tensor:
+    """``result``, saturated where rounding to a narrower dtype would make Inf of a finite value."""
+    if grad.dtype != torch.float16 or result.dtype == torch.float16:
+        return result
+    wide, limit = result.float(), torch.finfo(grad.dtype).max
+    if not bool((wide.abs() > limit).any()):
+        return result
+    return torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide)
 
 
 def _as_float32(grad: Tensor) -> Tensor:
     """``grad`` itself if kernels can work on it, else a contiguous float32 copy."""
     if grad.dtype == torch.float32 and grad.is_contiguous():
         return grad
-    return grad.to(torch.float32, memory_format=torch.contiguous_format)
+    return grad.to(torch.float32).contiguous()

@@ -132,6 +132,11 @@ class Memory(ABC):
         }
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of what is kept."""
+        return self._dtype
+
+    @property
     def nbytes(self) -> int:
         """Memory of the buffers."""
         return sum(flat.nbytes for flat in self._flats.values())
@@ -170,6 +175,16 @@ class Memory(ABC):
     def finish(self, bucket: Bucket, outs: Sequence[Tensor], good: Sequence[bool]) -> None:
         """What was reduced is in ``outs``; layers that are not ``good`` were NaN on some rank."""
         del bucket, outs, good
+
+    def postpone(self, bucket: Bucket, position: int, excess: Tensor) -> None:
+        """Keep for the next step what the reduced gradient of one layer cannot hold.
+
+        Args:
+            bucket: the bucket.
+            position: of the layer in it.
+            excess: this rank's share of it, 1-D float32.
+        """
+        del bucket, position, excess
 
     def clear_sent(
         self, bucket: Bucket, clear: Callable[[Sequence[Tensor]], None], good: Sequence[bool]
@@ -244,7 +259,8 @@ class ErrorFeedback(Feedback):
         dtype: ``fp32``, or ``bf16`` for half the memory. A bf16 residual is rounded at random, so that
             small gradients are added up in expectation instead of being rounded away.
         lr_correction: multiply the residual by the ratio of the last learning rate to this one, so
-            that an old gradient counts with the rate of its own step.
+            that an old gradient counts with the rate of its own step. A rate below a 10,000th of the
+            last counts as 0, at which nothing is corrected.
 
     Raises:
         ValueError: a decay outside (0, 1], or another dtype.
@@ -271,8 +287,28 @@ class ErrorFeedback(Feedback):
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+_LARGEST_RATIO = 1e4
+"""A learning rate that falls further within one step counts as 0: nearly nothing is applied at it."""
+_LARGEST = 1e36
+"""Magnitude at which residuals and velocities saturate: sums of some hundreds stay finite."""
 
-class _Residuals(Memory):
+
+def _scale_(x: Tensor, factor: float) -> None:
+    """Multiply; what would come near the end of float32 saturates, and is not Inf forever after."""
+    x.mul_(factor)
+    if factor > 1.0:
+        x.clamp_(-_LARGEST, _LARGEST)
+
+
+class _KeepsResidual(Memory):
+    """A memory with a slot of gradient mass that waits."""
+
+    def postpone(self, bucket: Bucket, position: int, excess: Tensor) -> None:
+        """Add it to what waits."""
+        self.views(RESIDUAL, bucket)[position].add_(excess)
+
+
+class _Residuals(_KeepsResidual):
     """The residuals of error feedback."""
 
     def __init__(self, rule: ErrorFeedback, situation: Situation) -> None:
@@ -292,8 +328,9 @@ class _Residuals(Memory):
             for layer, view in zip(bucket.layers, split(x, bucket.layers), strict=True):
                 now = self._situation.rate(layer.index)
                 before = self._situation.rates.get(layer.name, now)
-                if now > 0.0:  # at a rate of 0 nothing is applied, and nothing is to be corrected
-                    view.mul_(before / now)
+                # at a rate of 0, or next to it, nothing is applied, and nothing is to be corrected
+                if now > before / _LARGEST_RATIO:
+                    _scale_(view, before / now)
                     self._situation.rates[layer.name] = now
         return x, grads
 
@@ -429,7 +466,7 @@ class MomentumCorrection(Feedback):
         return _Velocities(self, situation)
 
 
-class _Velocities(Memory):
+class _Velocities(_KeepsResidual):
     """``v`` in the place of the residual, ``u`` in that of the gradient."""
 
     slots = (RESIDUAL, "velocity")
@@ -459,6 +496,8 @@ class _Velocities(Memory):
             flat = grad.reshape(-1)
             if all_finite(flat):
                 velocity.mul_(self._rule.momentum).add_(flat, alpha=self._factor)
+                if not all_finite(velocity):
+                    velocity.clamp_(-_LARGEST, _LARGEST)  # Inf would stay forever
                 adds.append(velocity)
             else:
                 adds.append(flat)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import numbers
 import os
+import reprlib
 import warnings
 import weakref
 from collections import Counter
@@ -20,7 +23,7 @@ from torch.nn import Parameter
 
 from hvd_adaptive import planning
 from hvd_adaptive.channel import open_channel
-from hvd_adaptive.compressors import CastCompressor, Compression, NoCompression, parse
+from hvd_adaptive.compressors import CastCompressor, Compression, Compressor, NoCompression
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.failure import name_this_rank
@@ -28,7 +31,7 @@ from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.pilot import Pilot, check_own_levels
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.reducer import Options, Reducer
-from hvd_adaptive.routing import Choice, Spec
+from hvd_adaptive.routing import Choice, Spec, check_dtypes, parse_as, unfit_dtypes
 from hvd_adaptive.telemetry import Meter, Telemetry
 from hvd_adaptive.transport import Transport
 from hvd_adaptive.watchdog import watch
@@ -92,7 +95,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         telemetry: folder for TensorBoard and JSON lines, or a :class:`Telemetry`.
         overrides: compressors by parameter name pattern, as in ``{"*.bias": "none"}``; the first
             pattern that matches counts.
-        seed: of random rounding and random selection.
+        seed: of random rounding and random selection: a whole number from -2**63 to 2**64 - 1.
 
     Returns:
         An optimizer of a class derived from ``optimizer``'s, with beside its own methods
@@ -102,7 +105,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
 
     Raises:
         ValueError: an argument is out of range, a name is unknown, or ranks disagree; on all ranks.
+            Also on the others where one rank raised TypeError.
         TypeError: an argument is of the wrong type.
+        OSError: rank 0 cannot write to the folder ``telemetry``; RuntimeError on the others.
 
     Example:
         >>> import horovod.torch as hvd, hvd_adaptive as hva
@@ -123,18 +128,24 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
-    if getattr(type(optimizer), "__module__", None) == _HOROVOD_MODULE:
-        raise ValueError(
-            "optimizer is wrapped already: pass the torch optimizer that was wrapped, once"
-        )
     number = next(_counter)
-    control = Control(f"hva.{number}.control", process_set)
-    active = _takes_part(process_set)
+    # a rank that names no ranks tells all of them, or those that wait for it would never hear
+    known = _is_registered(process_set)
+    control = Control(f"hva.{number}.control", process_set if known else hvd.global_process_set)
+    active = _takes_part(process_set if known else hvd.global_process_set)
     name_this_rank(hvd.rank())
 
     def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
-        _check(backward_passes_per_step, op, gradient_predivide_factor)
+        _check_process_set(process_set)
+        _check_optimizer(optimizer)
+        passes = _at_least(1, "backward_passes_per_step", backward_passes_per_step)
+        _check_operation(op, gradient_predivide_factor)
+        _check_seed(seed)
+        Telemetry.parse(telemetry)
         named = _named(optimizer, named_parameters)
+        if active:
+            trained = {name: parameter.dtype for name, parameter in named if parameter.requires_grad}
+            check_dtypes(unfit_dtypes(trained))
         choice = Choice.of(_from_horovod(compression), overrides, feedback)
         choice.check_patterns([name for name, _ in named])
         _check_momentum(choice, optimizer)
@@ -143,22 +154,23 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
                 "op=Adasum combines whole gradients: it works only with compression='none' and "
                 "without overrides; use op=Average or op=Sum with compression"
             )
+        alternatives = _candidates(candidates)
         options = Options(
-            backward_passes_per_step,
-            sparse_as_dense,
+            passes,
+            _flag("sparse_as_dense", sparse_as_dense),
             _at_least(0, "warmup_steps", warmup_steps),
             _positive("bucket_cap_mb", bucket_cap_mb) * (1 << 20),
             _group_names(groups, named),
-            _recipe(planner, choice, candidates),
-            tuple(parse(spec) for spec in candidates),
+            _recipe(planner, choice, alternatives),
+            alternatives,
         )
         return choice, options, named
 
     def digest(built: tuple[Choice, Options, list[tuple[str, Parameter]]]) -> dict[str, str]:
         return {
             "op": _OPERATIONS.get(op, str(op)),
-            "seed": str(seed),
-            "gradient_predivide_factor": str(gradient_predivide_factor),
+            "seed": str(int(seed)),
+            "gradient_predivide_factor": str(float(gradient_predivide_factor)),
             **_digest(*built),
         }
 
@@ -175,10 +187,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         )
         return stock
     ranks = process_set.size() if active else 1
-    meter = Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
+    meter = _open_meter(telemetry, control, active, ranks)
     meter.configuration(_configuration(digest((choice, options, named)), ranks))
-    transport = Transport(op, process_set, gradient_predivide_factor)
-    exchange = Exchange(transport, meter, f"hva.{number}", seed, hvd.rank())
+    transport = Transport(op, process_set, float(gradient_predivide_factor))
+    exchange = Exchange(transport, meter, f"hva.{number}", int(seed), hvd.rank())
     pilot = None
     if active and options.planner is not None:
         channel = open_channel(f"hva.{number}.plan", control, process_set)
@@ -256,10 +268,11 @@ class _Methods:
 
     def _synchronize_once(self) -> None:
         if self._synchronized:
+            # Horovod's own sentence first: scripts filter on it
             warnings.warn(
-                "optimizer.step() called after optimizer.synchronize() outside "
-                "optimizer.skip_synchronize(): write 'with optimizer.skip_synchronize(): "
-                "optimizer.step()'. The gradients are not reduced a second time.",
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). The gradients are not reduced a second time. Write "
+                "'with optimizer.skip_synchronize(): optimizer.step()'.",
                 stacklevel=3,
             )
         if not self._synchronized or self._reducer.touched:
@@ -302,9 +315,8 @@ class _Methods:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes whose gradients are added up before they travel."""
-        _at_least(1, "backward_passes_per_step", passes)
-        self.backward_passes_per_step = passes
-        self._reducer.set_passes(passes)
+        self.backward_passes_per_step = _at_least(1, "backward_passes_per_step", passes)
+        self._reducer.set_passes(self.backward_passes_per_step)
 
     @property
     def plan(self) -> Plan:
@@ -342,7 +354,15 @@ class _Methods:
         return self._reducer.state_dict()
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`compression_state_dict` returned on this rank; all ranks call it."""
+        """Go on from what :meth:`compression_state_dict` returned on this rank; all ranks call it.
+
+        Between two steps. Where it raises, it raises on all ranks, and nothing has changed.
+
+        Raises:
+            ValueError: a state is damaged or of another model, or ranks give states of different steps
+                or runs; the message names the item and the rank.
+            RuntimeError: gradients have arrived that have not been reduced.
+        """
         self._reducer.load_state_dict(state)
 
 
@@ -391,14 +411,53 @@ def _takes_part(process_set: hvd.ProcessSet) -> bool:
     return bool(process_set.included()) and (process_set.size() > 1 or elastic)
 
 
-def _check(passes: int, op: int, predivide: float) -> None:
+def _is_registered(process_set: Any) -> bool:
+    """Whether Horovod knows it: then it can carry messages."""
+    return isinstance(process_set, hvd.ProcessSet) and process_set.process_set_id is not None
+
+
+def _check_process_set(process_set: Any) -> None:
+    if not isinstance(process_set, hvd.ProcessSet):
+        raise TypeError(
+            f"process_set must be a process set of Horovod, got {_shown(process_set)}: write "
+            "hvd.global_process_set, or leave it out"
+        )
+    if not _is_registered(process_set):
+        raise ValueError(
+            f"process_set is one that Horovod does not know, {process_set}: pass it to "
+            "hvd.init(process_sets=...) or to hvd.add_process_set() first, on all ranks"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if getattr(type(optimizer), "__module__", None) == _HOROVOD_MODULE:
+        raise ValueError(
+            "optimizer is wrapped already: pass the torch optimizer that was wrapped, once"
+        )
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list) or not callable(getattr(optimizer, "step", None)):
+        raise TypeError(
+            f"optimizer must be an optimizer of torch, got {_shown(optimizer)}: write "
+            "torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
+
+
+def _check_operation(op: Any, predivide: Any) -> None:
     """Refuse what Horovod refuses, and what does not exist."""
-    _at_least(1, "backward_passes_per_step", passes)
-    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
-        raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
-    _positive("gradient_predivide_factor", predivide)
-    if predivide != 1.0 and op != hvd.Average:
+    if isinstance(op, bool) or not isinstance(op, int) or op not in _OPERATIONS:
+        raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {_shown(op)}")
+    factor = _positive("gradient_predivide_factor", predivide)
+    if not _LEAST_FACTOR <= factor <= 1 / _LEAST_FACTOR:
+        raise ValueError(
+            f"gradient_predivide_factor must be a number that float32 can divide by, from "
+            f"{_LEAST_FACTOR:.2g} to {1 / _LEAST_FACTOR:.2g}, got {_shown(predivide)}"
+        )
+    if factor != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor works only with op=hvd.Average")
+
+
+_LEAST_FACTOR = 2.0**-126
+"""The least normal float32, whose inverse is finite."""
 
 
 def _check_momentum(choice: Choice, optimizer: torch.optim.Optimizer) -> None:
@@ -412,19 +471,76 @@ def _check_momentum(choice: Choice, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _at_least(least: int, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of numpy or of Python."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: Any) -> int:
+    if not _is_whole(value):
+        raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
     return int(value)
 
 
+def _at_least(least: int, name: str, value: Any) -> int:
+    number = _whole(name, value)
+    if number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {number}")
+    return number
+
+
+def _check_seed(seed: Any) -> None:
+    """What torch takes as a seed; keys are made of its 64 bits, so others would be equal to these."""
+    if not -(1 << 63) <= _whole("seed", seed) < 1 << 64:
+        raise ValueError(f"seed must be a whole number from -2**63 to 2**64 - 1, got {seed}")
+
+
 def _positive(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} must be a number above 0, got {value!r}")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number above 0, got {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {_shown(value)}")
+    return number
 
 
-def _recipe(planner: str | Recipe | None, choice: Choice, candidates: Sequence[Spec]) -> Recipe | None:
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, str) or value not in (False, True):
+        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+    return bool(value)
+
+
+def _shown(value: object) -> str:
+    """An argument in a message: a model or a list of tensors would fill pages."""
+    return reprlib.repr(value)
+
+
+def _candidates(candidates: Any) -> tuple[Compressor, ...]:
+    if isinstance(candidates, str) or not isinstance(candidates, Iterable):
+        one = candidates if isinstance(candidates, str) else "topk"
+        raise TypeError(
+            f"candidates must be a list of compressors, got {_shown(candidates)}: write [{one!r}]"
+        )
+    return tuple(parse_as("candidates", spec) for spec in candidates)
+
+
+def _open_meter(
+    telemetry: Telemetry | str | os.PathLike[str] | None, control: Control, active: bool, ranks: int
+) -> Meter:
+    """The meter; where rank 0 cannot write, all ranks say so."""
+
+    def build() -> Meter:
+        return Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
+
+    return control.agree("DistributedOptimizer", build, lambda _: {}, alone=not active)
+
+
+def _recipe(
+    planner: str | Recipe | None, choice: Choice, candidates: Sequence[Compressor]
+) -> Recipe | None:
     """The planner; ValueError if there is nothing that it could decide, or more than it can."""
     if planner is None:
         return None
@@ -450,12 +566,19 @@ def _named(
             for i, group in enumerate(groups)
             for j, parameter in enumerate(group)
         ]
-    rows: list[Any] = list(named_parameters)
-    if not all(isinstance(row, tuple) and len(row) == 2 for row in rows):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually "
-            "model.named_parameters()"
+    if not isinstance(named_parameters, Iterable):
+        raise TypeError(
+            "named_parameters should be a sequence of tuples (name, parameter), got "
+            f"{_shown(named_parameters)}: write model.named_parameters()"
         )
+    rows: list[Any] = list(named_parameters)
+    for row in rows:
+        pair = isinstance(row, tuple) and len(row) == 2
+        if not pair or not isinstance(row[0], str) or not isinstance(row[1], Tensor):
+            raise ValueError(
+                "named_parameters should be a sequence of tuples (name, parameter), usually "
+                f"model.named_parameters(), but holds {_shown(row)}"
+            )
     repeated = [name for name, count in Counter(name for name, _ in rows).items() if count > 1]
     if repeated:
         raise ValueError(
@@ -482,17 +605,24 @@ def _group_names(
     """``groups`` by names instead of tensors."""
     if groups is None:
         return 0
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
-        return groups
+    if _is_whole(groups) and groups >= 0:
+        return int(groups)
     if not isinstance(groups, list):
-        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        kind = ValueError if _is_whole(groups) else TypeError
+        raise kind(
+            "groups should be a non-negative integer or a list of list of torch.Tensor, got "
+            f"{_shown(groups)}"
+        )
     names = {parameter: name for name, parameter in named}
-    members = [member for group in groups for member in group]
-    if not all(isinstance(member, Tensor) for member in members):
-        raise ValueError("groups must consist of torch.Tensor.")
+    # the rows of a tensor are tensors, too
+    lists = [group for group in groups if isinstance(group, Iterable) and not isinstance(group, Tensor)]
+    rows = [list(group) for group in lists]
+    members = [member for row in rows for member in row]
+    if len(lists) < len(groups) or not all(isinstance(member, Tensor) for member in members):
+        raise ValueError(f"groups must consist of lists of torch.Tensor, got {_shown(groups)}")
     if len({id(member) for member in members}) < len(members):
         raise ValueError("A parameter can only appear once in groups.")
-    return tuple(tuple(names[member] for member in group if member in names) for group in groups)
+    return tuple(tuple(names[member] for member in row if member in names) for row in rows)
 
 
 def _from_horovod(compression: Any) -> Spec:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +18,18 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import feedback as feedback_rules
+from hvd_adaptive import states
 from hvd_adaptive.buckets import Bucket, Route, build_buckets
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
+from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.control import Control
 from hvd_adaptive.exchange import Exchange
 from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
-from hvd_adaptive.routing import Choice, make_plan
-
-STATE_FORMAT = 4
+from hvd_adaptive.routing import Choice, check_dtypes, make_plan, unfit_dtypes
+from hvd_adaptive.transport import JoinedRankError
 
 _NO_BUCKET = -1
 
@@ -98,6 +101,8 @@ class Reducer:
         """Backward passes before a gradient travels."""
         self._remaining: list[int] = []
         self._arrivals: list[int] = []
+        self._grads: dict[int, Tensor] = {}
+        """This step's gradients as they were when they arrived, in whose memory results are formed."""
         self._order: list[str] = []
         self._sparse: frozenset[str] = frozenset()
         self._densified: dict[int, Tensor] = {}
@@ -105,6 +110,8 @@ class Reducer:
         self._frozen: dict[int, None] = {}
         # what was kept of layers whose rule no longer does: residuals are sent with the next gradient
         self._carry: Kept = {}
+        # what of that was sent in this step, by layer index
+        self._carried: dict[int, Tensor] = {}
         # feedback rules that must see all gradients before the first is sent
         self._surveyed: set[str] = set()
         self._learn_next = False
@@ -183,6 +190,7 @@ class Reducer:
         self._remaining[index] = left
         if left:
             return
+        self._keep_gradient(index)
         if self._buckets is None:
             self._arrivals.append(index)
             return
@@ -193,20 +201,43 @@ class Reducer:
         if position == self._next and not self._surveyed and not (self._pilot and self._pilot.exact):
             self._launch_complete(self._buckets)
 
+    def _keep_gradient(self, index: int) -> None:
+        """Hold on to a gradient: until the step ends, ``grad`` may be bound to another tensor."""
+        grad = self._params[index].grad
+        assert grad is not None
+        # an alias, because "grad.data = other" changes the tensor itself; sparse ones are written whole
+        self._grads[index] = grad.detach() if grad.layout == torch.strided else grad
+
     def _begin(self) -> None:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
         self.touched = True
         self._exchange.begin_step(self.rounds)
         self._collect()
         changed = [self._watch(index) for index in range(len(self._params))]
+        self._added = self._added or any(changed)
         if self._control.size != self._laid_out_for:
             # the first step, or an elastic run that has gained or lost ranks
             self._buckets = None
-        else:
-            # A rank that lays out anew alone would wait for the others for ever, and they for it: so
-            # all of them go on as before, and hear at the end of this step that one has changed.
-            wants = self._pilot.wants(self.rounds) if self._pilot else ()
-            self._exchange.vote(self._added or any(changed), self._rate_fell(), *wants)
+
+    def _vote(self) -> list[str]:
+        """Tell all ranks what this one has met in this step, and ask for what rank 0's planner wants.
+
+        A rank that lays out again by itself would wait for the others forever, and they for it: so all
+        of them complete the step as it began, and learn at its end what any of them has met.
+
+        Returns:
+            Layers whose gradients have arrived and have been dropped since.
+        """
+        dropped = [self._names[index] for index in self._grads if self._params[index].grad is None]
+        collect, ready = self._pilot.wants(self.rounds) if self._pilot else (False, False)
+        self._exchange.vote(
+            adapt=self._added,
+            relearn=self._rates_fell(),
+            dropped=bool(dropped),
+            collect=collect,
+            ready=ready,
+        )
+        return dropped
 
     def _collect(self) -> None:
         """Have compressors collect statistics in this step, if it is one that they learn from."""
@@ -220,7 +251,6 @@ class Reducer:
 
     def _learn(self) -> None:
         """Let the first rank make of all ranks' statistics what every rank then uses."""
-        self._learn_next = False
         for learner in self._learners():
             if not learner.collecting:
                 continue
@@ -228,11 +258,12 @@ class Reducer:
             everyone = self._control.allgather(learner.statistics())
             learner.adopt(self._control.decide(functools.partial(learner.fit, everyone)))
 
-    def _rate_fell(self) -> bool:
-        """Whether a learning rate is lower than at the step before."""
+    def _rates_fell(self) -> bool:
+        """Whether a learning rate has fallen since the last step by what some learner calls a fall."""
         before = self._rates
         self._rates = tuple(float(group.get("lr", 0.0)) for group in self.param_groups())
-        return any(now < then for now, then in zip(self._rates, before, strict=False))
+        drop = min((learner.drop for learner in self._learners()), default=math.inf)
+        return any(now < (1.0 - drop) * then for now, then in zip(self._rates, before, strict=False))
 
     def _rate(self, index: int) -> float:
         """The learning rate of a layer; 0 where the optimizer has none."""
@@ -259,10 +290,35 @@ class Reducer:
             self._measure(self._pilot, bucket, grads)
         if self._carry:
             for layer, grad in zip(bucket.layers, grads, strict=True):
-                residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
-                if residual is not None:
-                    grad.add_(residual.view(layer.shape))
+                self._add_carried(layer, grad)
         self._exchange.start(bucket, grads)
+
+    def _add_carried(self, layer: Layer, grad: Tensor) -> None:
+        """Send the residual of a rule that was left together with the gradient.
+
+        What would make the sum over the ranks overflow in the gradient's dtype waits for the next step.
+        """
+        residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
+        if residual is None:
+            return
+        self._carried[layer.index] = residual
+        if layer.dtype != torch.float16:
+            grad.add_(residual.view(layer.shape))
+            return
+        total = grad.float().add_(residual.view(layer.shape))
+        limit = torch.finfo(layer.dtype).max / self._control.size
+        sent = torch.where(total.isfinite(), total.clamp(-limit, limit), total)
+        rest = total - sent
+        grad.copy_(sent)
+        if bool(rest.count_nonzero()):
+            self._carry[layer.name] = {RESIDUAL: rest.view(-1)}
+
+    def _return_carried(self) -> None:
+        """Keep again what was sent with a gradient that was not finite on some rank."""
+        for index, residual in self._carried.items():
+            if not all_finite(self._densified.get(index, self._grads[index])):
+                self._carry[self._names[index]] = {RESIDUAL: residual}
+        self._carried.clear()
 
     def _measure(self, pilot: Pilot, bucket: Bucket, grads: Sequence[Tensor]) -> None:
         """Let the pilot see what is about to be compressed."""
@@ -280,29 +336,34 @@ class Reducer:
     def _dense_grad(self, index: int) -> Tensor:
         """The gradient that is sent and overwritten; zeros where this rank has none."""
         parameter = self._trained_or_cleared(index)
-        grad = parameter.grad
-        if grad is None:
-            grad = parameter.grad = torch.zeros_like(parameter)
-        elif grad.layout != torch.strided:
+        if parameter.grad is None and index not in self._grads:
+            parameter.grad = torch.zeros_like(parameter)
+        if index not in self._grads:
+            self._keep_gradient(index)
+        grad = self._grads[index]
+        if grad.layout != torch.strided:
             grad = self._densified[index] = grad.to_dense()
         return grad
 
     def _sparse_grad(self, layer: Layer) -> Tensor:
         """The gradient of a layer whose gradients are sparse on some rank."""
         parameter = self._trained_or_cleared(layer.index)
-        if parameter.grad is None:
+        grad = self._grads.get(layer.index, parameter.grad)
+        if grad is None:
             indices = torch.empty((1, 0), dtype=torch.int64, device=layer.device)
             values = torch.empty((0, *layer.shape[1:]), dtype=layer.dtype, device=layer.device)
-            parameter.grad = torch.sparse_coo_tensor(indices, values, layer.shape)
-        elif parameter.grad.layout == torch.strided:
-            parameter.grad = parameter.grad.to_sparse(1)
-        return parameter.grad
+            grad = parameter.grad = torch.sparse_coo_tensor(indices, values, layer.shape)
+        elif grad.layout == torch.strided:
+            grad = grad.to_sparse(1)
+        self._grads[layer.index] = grad
+        return grad
 
     def _trained_or_cleared(self, index: int) -> Parameter:
         """The parameter; without a gradient if it was frozen, because that is of an earlier step."""
         parameter = self._params[index]
         if not self._trained[index]:
             parameter.grad = None
+            self._grads.pop(index, None)
             self._frozen[index] = None
         return parameter
 
@@ -314,6 +375,8 @@ class Reducer:
         Raises:
             ValueError: ranks disagree on their layers.
             WireError: a payload is damaged.
+            RuntimeError: a gradient that had arrived was dropped on some rank, or a rank has called
+                ``hvd.join()`` where that does not work; on all ranks that synchronize.
             HorovodInternalError: a rank has gone (Horovod's own; elastic runs restore from it).
         """
         if not self._active:
@@ -323,36 +386,74 @@ class Reducer:
         try:
             if self._buckets is None:
                 self._agree()
+                self._exchange.begin_step(
+                    self.rounds
+                )  # a rank that is new in an elastic run learned it now
                 self._lay_out(self._order)
-                wants = self._wants_at_first()
-                self._complete()
-                self._follow(*wants)
-            else:
-                self._complete()
-                adapt, fell, collect, ready = [*self._exchange.voted(), *([False] * 4)][:4]
-                if adapt:
-                    self._adapt()
-                self._learn_next = fell
-                self._follow(collect, ready)
+            dropped = self._vote()
+            if self._pilot and self._pilot.exact:
+                self._require_all_ranks()  # it decides before anything is sent
+            self._complete()
+            self._return_carried()
+            outcome = self._exchange.voted()
+            if (
+                self._pilot
+                or outcome["adapt"]
+                or any(learner.collecting for learner in self._learners())
+            ):
+                self._require_all_ranks()
+            if outcome["adapt"]:
+                self._adapt()
+            self._follow(outcome["collect"], outcome["ready"])
             self._learn()
+            self._learn_next = outcome["relearn"]
+        except JoinedRankError:
+            self._exchange.drain()
+            self.reset()
+            raise
         except HorovodInternalError:
             self._exchange.abandon()
             self.reset()
             self._laid_out_for = 0
             raise
+        self._bind_results()
         self._restore_layouts()
         self.rounds += 1
         self._rearm()
         step = self.rounds - self._options.warmup_steps
         if step == 0 or (step > 0 and self._choice.changes_at(step)):
             self._lay_out(self._order)
+        if outcome["dropped"]:
+            self._refuse_dropped(dropped)
 
-    def _wants_at_first(self) -> tuple[bool, bool]:
-        """What the first rank's planner asks for in a first step, which has no vote."""
-        if self._pilot is None:
-            return False, False
-        collect, ready = self._control.allgather(self._pilot.wants(self.rounds))[0]
-        return collect, ready
+    def _require_all_ranks(self) -> None:
+        """JoinedRankError where a rank has called ``hvd.join()``: it would never hear of a plan."""
+        if self._exchange.missing:
+            raise JoinedRankError("planners, with levels that are learned, or when layers change")
+
+    def _bind_results(self) -> None:
+        """Put the results into parameters whose ``grad`` was bound to another tensor meanwhile."""
+        for index, reduced in self._grads.items():
+            parameter = self._params[index]
+            grad = parameter.grad
+            if grad is None or grad is reduced:
+                continue
+            if grad.layout != torch.strided or reduced.layout != torch.strided:
+                parameter.grad = reduced
+            elif grad.data_ptr() != reduced.data_ptr() or grad.stride() != reduced.stride():
+                # as Horovod does: whoever holds the new tensor sees the result, too
+                grad.set_(reduced)  # type: ignore[call-overload]
+
+    def _refuse_dropped(self, dropped: Sequence[str]) -> None:
+        """RuntimeError on all ranks: some parameter would be updated on some of them only."""
+        everyone = self._control.allgather(list(dropped))
+        found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
+        raise RuntimeError(
+            "gradients that had been sent during backward() were None in step() or synchronize(): "
+            f"{'; '.join(found)} of the process set. The other ranks would step with them, and ranks "
+            "would differ from then on: to leave a parameter out, call optimizer.synchronize() first "
+            "and drop its gradient on all ranks, then step within optimizer.skip_synchronize()"
+        )
 
     def _follow(self, collect: bool, ready: bool) -> None:
         """Do what the first rank's planner asks for."""
@@ -439,14 +540,16 @@ class Reducer:
     def reset(self) -> None:
         """Forget the running step; what was launched in it is completed first."""
         self._exchange.finish()
-        self._exchange.voted()
-        self._densified.clear()
+        self._exchange.forget_vote()
         self._rearm()
 
     def _rearm(self) -> None:
         self.touched = False
         self._next = 0
         self._arrivals.clear()
+        self._grads.clear()
+        self._densified.clear()
+        self._carried.clear()
         self._frozen.clear()
         self._remaining = [self.passes] * len(self._params)
         self._waiting = [len(bucket.layers) for bucket in self._buckets or ()]
@@ -455,7 +558,6 @@ class Reducer:
         """Give layers with sparse gradients, sent as dense ones, sparse gradients again."""
         for index, dense in self._densified.items():
             self._params[index].grad = dense.to_sparse(1)
-        self._densified.clear()
         if self._options.sparse_as_dense:
             for name in self._sparse:
                 parameter = self._params[self._names.index(name)]
@@ -466,11 +568,12 @@ class Reducer:
 
     def _layers(self) -> list[Layer]:
         """The layers that are trained now."""
-        return [
-            Layer(index, name, tuple(parameter.shape), parameter.dtype, parameter.device)
-            for index, (name, parameter) in enumerate(zip(self._names, self._params, strict=True))
-            if self._trained[index]
-        ]
+        return [self._layer(index) for index, trained in enumerate(self._trained) if trained]
+
+    def _layer(self, index: int) -> Layer:
+        parameter = self._params[index]
+        name, shape = self._names[index], tuple(parameter.shape)
+        return Layer(index, name, shape, parameter.dtype, parameter.device)
 
     def _agree(self) -> None:
         """Learn from all ranks which layers are trained, in which order, and which are sparse.
@@ -485,6 +588,7 @@ class Reducer:
             "arrivals": [self._names[index] for index in self._arrivals],
             "order": self._order,
             "sparse": sorted(self._sparse | self._seen_sparse()),
+            "unfit": unfit_dtypes({layer.name: layer.dtype for layer in self._layers()}),
         }
         everyone = self._control.allgather(mine)
         for rank, other in enumerate(everyone):
@@ -495,6 +599,7 @@ class Reducer:
                     f"requires_grad differs for {', '.join(sorted(different))}; freeze and unfreeze "
                     "the same parameters at the same step on all ranks"
                 )
+            check_dtypes(other["unfit"])
         # a rank that joins an elastic run counts on from where the others are
         self.rounds = everyone[0]["rounds"]
         known = dict.fromkeys([*everyone[0]["order"], *everyone[0]["arrivals"]])
@@ -587,6 +692,7 @@ class Reducer:
         groups = self._options.groups
         if isinstance(groups, tuple):
             return groups
+        groups = min(groups, len(names))  # the others would be empty
         if groups == 0:
             return ()
         size, extra = divmod(len(names), groups)
@@ -616,12 +722,11 @@ class Reducer:
 
         Raises:
             ValueError: it could not be made on some rank, or ranks made different ones; on all ranks.
-            RuntimeError: gradients have arrived that have not been synchronised.
+            RuntimeError: gradients have arrived that have not been synchronised; on all ranks.
         """
 
         def checked() -> Choice:
-            if self.touched:
-                raise ValueError("between steps only: call it before backward(), or after step()")
+            self._require_between_steps("compression can only be changed")
             choice = build(self._choice)
             choice.check_patterns([layer.name for layer in self._layers()])
             if self._options.planner is not None:
@@ -641,12 +746,18 @@ class Reducer:
             self.plan = make_plan(layers, routes, self.plan.version + 1, self.rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: see :meth:`load_state_dict`."""
+        """This rank's state, as :mod:`hvd_adaptive.states` describes it."""
         kept = self.kept()
         return {
-            "format": STATE_FORMAT,
+            "format": states.STATE_FORMAT,
             "rounds": self.rounds,
             "order": list(self._order),
+            "routes": {
+                layer.name: [format_spec(part.compressor), bucket.feedback]
+                for bucket in self._buckets or ()
+                for part in bucket.parts
+                for layer in bucket.layers[part.start : part.stop]
+            },
             "kept": {
                 name: {slot: tensor.clone() for slot, tensor in slots.items()}
                 for name, slots in kept.items()
@@ -667,56 +778,62 @@ class Reducer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned on the same rank, between two steps.
 
+        All ranks call it; where it raises, it does so on all of them, and nothing has changed.
+
         Raises:
-            ValueError: the state is of another format or of another model.
+            ValueError: the state is damaged or of another model, or ranks have states of different
+                steps or runs: names the item and the rank.
             RuntimeError: gradients have arrived that have not been synchronised.
         """
-        self._require_between_steps("compression state can only be loaded")
-        kept = self._checked(state)
-        self.rounds = int(state["rounds"])
+
+        def checked() -> Mapping[str, Any]:
+            self._require_between_steps("compression state can only be loaded")
+            states.check_state(state, self._run())
+            return state
+
+        self._control.agree(
+            "load_compression_state_dict",
+            checked,
+            states.shared,
+            alone=not self._active,
+            remedy="every rank must load what it saved at the same step of one run",
+        )
+        self.rounds = state["rounds"]
         self._rates = tuple(state["last_rates"])
-        self._learn_next = bool(state["learn_next"])
+        self._learn_next = state["learn_next"]
         if self._pilot and state["pilot"] is not None:
-            self._pilot.load_state_dict(state["pilot"])
-            planned = {
-                name: (None if spec is None else parse(spec), level)
-                for name, (spec, level) in state["planned"].items()
-            }
-            self._choice = replace(self._choice, planned=planned)
-        order = [name for name in state["order"] if name in self._names]
-        self._order = order if self._buckets is None else self._order
+            self._pilot.load_state_dict(copy.deepcopy(state["pilot"]))
+            self._choice = replace(self._choice, planned=states.planned(state))
+        self._order = list(state["order"]) if self._buckets is None else self._order
         for spec, learnt in state["codecs"].items():
             self._exchange.load_state(parse(spec), learnt)
         self._situation.rates.clear()
         self._situation.rates.update(state["rates"])
         self._memories = {}
-        self._carry = kept
+        devices = dict(zip(self._names, (p.device for p in self._params), strict=True))
+        self._carry = {
+            name: {slot: held.detach().to(devices[name], copy=True) for slot, held in slots.items()}
+            for name, slots in state["kept"].items()
+        }
         if self._buckets is not None:
             self._lay_out(self._order)
 
+    def _run(self) -> states.Run:
+        """What a state is to fit."""
+        options = self._options
+        layers = [self._layer(index) for index in range(len(self._params))]
+        return states.Run(
+            layers,
+            self._choice,
+            options.warmup_steps,
+            options.planner,
+            options.candidates,
+            self._control.size,
+        )
+
     def _require_between_steps(self, what: str) -> None:
         if self.touched:
-            raise RuntimeError(f"{what} between steps: before backward(), or after step()")
-
-    def _checked(self, state: Mapping[str, Any]) -> Kept:
-        """What the state keeps, on this model's devices."""
-        if state.get("format") != STATE_FORMAT:
-            raise ValueError(
-                f"compression state has format {state.get('format')!r}, expected {STATE_FORMAT}: it "
-                "must come from compression_state_dict()"
-            )
-        sizes = {name: p.numel() for name, p in zip(self._names, self._params, strict=True)}
-        kept: Kept = {}
-        for name, slots in state["kept"].items():
-            for slot, tensor in slots.items():
-                if sizes.get(name) != tensor.numel():
-                    raise ValueError(
-                        f"compression state holds {tensor.numel()} elements for {name!r}, the model "
-                        f"{sizes.get(name, 'no parameter of that name')}: it belongs to another model"
-                    )
-                device = self._params[self._names.index(name)].device
-                kept.setdefault(name, {})[slot] = tensor.detach().to(device, copy=True).view(-1)
-        return kept
+            raise RuntimeError(f"{what} between steps: call it before backward(), or after step()")
 
 
 def _arrived(reducer: Callable[[], Reducer | None], index: int, parameter: Tensor) -> None:

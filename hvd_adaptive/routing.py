@@ -35,6 +35,7 @@ SMALL_NUMEL = 1024
 
 # What Horovod can add on CPU and GPU.
 _SUMMABLE = (torch.float16, torch.float32, torch.float64)
+_SUPPORTED = (*_SUMMABLE, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,12 @@ class Choice:
                 f"overrides must map name patterns to compressors, as in {{'*.bias': 'none'}}, got "
                 f"{overrides!r}"
             )
-        rows = tuple((pattern, parse(spec)) for pattern, spec in (overrides or {}).items())
+        patterns = overrides or {}
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(
+                f"overrides must map name patterns, as '*.bias', to compressors, got {overrides!r}"
+            )
+        rows = tuple((pattern, parse_as("overrides", spec)) for pattern, spec in patterns.items())
         choice = cls(parse(compression), rows, feedback_rules.parse(feedback))
         choice._check_feedback()
         return choice
@@ -163,6 +169,15 @@ class Choice:
                 )
 
 
+def parse_as(argument: str, spec: Spec) -> Compressor:
+    """As :func:`~hvd_adaptive.compressors.parse`; the argument is named in what it raises."""
+    try:
+        return parse(spec)
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{argument}: {error}") from None
+
+
 def _dense(layer: Layer, route: Route) -> Route:
     """The route of the warm-up."""
     if route.collective is Collective.SPARSE:
@@ -202,6 +217,28 @@ def _in_company(layers: Sequence[Layer], routes: dict[str, Route]) -> dict[str, 
 
 def _rule_name(route: Route) -> str:
     return route.feedback.partition(":")[0]
+
+
+def unfit_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Names and dtypes of the parameters whose gradients cannot be sent."""
+    return {name: str(dtype) for name, dtype in dtypes.items() if dtype not in _SUPPORTED}
+
+
+def check_dtypes(unfit: Mapping[str, str]) -> None:
+    """ValueError if there is any of what :func:`unfit_dtypes` returned on some rank."""
+    if not unfit:
+        return
+    found = ", ".join(f"{name!r} is {dtype}" for name, dtype in unfit.items())
+    remedy = (
+        "train a complex parameter as a real one of one more dimension (torch.view_as_real), and use "
+        "torch.view_as_complex in the model"
+        if any("complex" in dtype for dtype in unfit.values())
+        else "convert it, as in model.float()"
+    )
+    raise ValueError(
+        "gradients can be reduced in float16, bfloat16, float32 and float64, but parameter "
+        f"{found}: {remedy}"
+    )
 
 
 def wire_dtype(compressor: Compressor, layer: Layer) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def read(kind: str, registry: Mapping[str, type[T]], text: str) -> T:
+def read(kind: str, registry: Mapping[str, type[T]], text: object) -> T:
     """Make the member of ``registry`` that ``text`` names.
 
     Args:
@@ -25,6 +25,7 @@ def read(kind: str, registry: Mapping[str, type[T]], text: str) -> T:
     Raises:
         ValueError: unknown name or option, or a value that does not fit; the message lists what is
             valid.
+        TypeError: ``text`` is none.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,16 @@ def read(kind: str, registry: Mapping[str, type[T]], text: str) -> T:
         ...
         ValueError: unknown container 'bok' (did you mean 'box'?): there are box
     """
-    name, _, options = (word.strip() for word in text.partition(":"))
+    if not isinstance(text, str):
+        one = next(iter(registry))
+        raise TypeError(f"{kind} must be text such as {one!r} or '{one}:OPTION=VALUE', got {text!r}")
+    name, colon, options = (word.strip() for word in text.partition(":"))
     member = registry.get(name)
     if member is None:
         raise ValueError(
             f"unknown {kind} {name!r}{_suggest(name, registry)}: there are {', '.join(registry)}"
         )
-    return member(**_options(name, member, options))
+    return member(**_options(name, member, options)) if colon else member()
 
 
 def write(name: str, member: Any, defaults: bool = True) -> str:
@@ -59,8 +63,13 @@ def write(name: str, member: Any, defaults: bool = True) -> str:
 def _options(name: str, member: type, text: str) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(member)}
     values: dict[str, Any] = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
+    for item in text.split(","):
         key, equals, value = (word.strip() for word in item.partition("="))
+        if not (key or equals):
+            raise ValueError(
+                f"{name}: an option is missing in {text!r}: write {name}:OPTION=VALUE,OPTION=VALUE "
+                f"or {name} alone"
+            )
         if key not in fields:
             known = ", ".join(fields) if fields else "none"
             raise ValueError(
@@ -81,11 +90,20 @@ def _convert(name: str, key: str, value: str, kind: type) -> Any:
             raise ValueError(f"{name}: {key}={value!r} must be true or false")
         return value.lower() == "true"
     try:
-        return kind(value)
+        number = kind(value)
     except ValueError:
         raise ValueError(f"{name}: {key}={value!r} is not of type {kind.__name__}") from None
+    if kind in (int, float) and number and not _LEAST <= abs(number) <= _MOST:  # nor nan
+        raise ValueError(
+            f"{name}: {key}={value} is not 0 and not a number of magnitude {_LEAST:g} to {_MOST:g}"
+        )
+    return number
+
+
+# No option is a count or a ratio that reaches beyond; squares and inverses of these stay finite.
+_LEAST, _MOST = 1e-15, 1e15
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -6,7 +6,9 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 from typing import Any
 
 import horovod.torch as hvd
@@ -36,7 +38,7 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
 
     Raises:
         ValueError: ``niceness`` is out of range, or as from ``hvd.init()``.
-        TypeError: ``niceness`` is not an integer.
+        TypeError: ``niceness`` is not an integer, or another argument is of the wrong type.
 
     Warns:
         RuntimeWarning: Horovod had started already; its thread keeps its priority.
@@ -51,6 +53,9 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
         raise TypeError(f"niceness must be an integer, got {niceness!r}")
     if not 0 <= niceness <= 19:
         raise ValueError(f"niceness must be 0 to 19, got {niceness}")
+    given = {**dict(zip(("comm", "process_sets"), args, strict=False)), **kwargs}
+    _check_comm(given.get("comm"))
+    _check_process_sets(given.get("process_sets"))
     if hvd.is_initialized():
         warnings.warn(
             "Horovod has started already, so its thread keeps its priority: call hvd_adaptive.init() "
@@ -64,6 +69,29 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
         # A thread inherits the priority of the one that starts it, and nobody may raise it again.
         with ThreadPoolExecutor(1, initializer=_give_way, initargs=(niceness,)) as pool:
             pool.submit(hvd.init, *args, **kwargs).result()
+
+
+def _check_comm(comm: Any) -> None:
+    """Horovod says what is wrong with what is no list."""
+    is_list = isinstance(comm, Collection)
+    if isinstance(comm, str) or (is_list and not all(isinstance(rank, Integral) for rank in comm)):
+        raise TypeError(
+            f"comm must be a list of ranks, such as [0, 1], or an mpi4py communicator, got {comm!r}"
+        )
+
+
+def _check_process_sets(process_sets: Any) -> None:
+    wanted = (
+        "process_sets must be 'dynamic' or a list of hvd.ProcessSet, such as [hvd.ProcessSet([0, 1])]"
+    )
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f"{wanted}, got {process_sets!r}")
+    elif process_sets is not None and not (
+        isinstance(process_sets, Collection)
+        and all(isinstance(each, hvd.ProcessSet) for each in process_sets)
+    ):
+        raise TypeError(f"{wanted}, got {process_sets!r}")
 
 
 def _give_way(niceness: int) -> None:

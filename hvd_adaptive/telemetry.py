@@ -107,14 +107,17 @@ def _folder_name(value: object) -> str:
         raise TypeError(f"logdir={value!r}: write the folder's name as a str or a Path")
     if not name.strip():
         raise ValueError("logdir is empty: write the name of a folder ('.' for this one), or None")
+    if "\0" in name:
+        raise ValueError(f"logdir={name!r} holds a NUL: write the name of a folder, or None")
     return name
 
 
 def _require_positive(name: str, value: object, meaning: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Telemetry.{name} is {value!r}: write an int of at least 1 ({meaning})")
-    if value < 1:
-        raise ValueError(f"Telemetry.{name} is {value}: write an int of at least 1 ({meaning})")
+    if not 1 <= value < 1 << 63:
+        bound = "of at least 1" if value < 1 else "below 2**63"
+        raise ValueError(f"Telemetry.{name} is {value}: write an int {bound} ({meaning})")
 
 
 class Sink(Protocol):

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
 Handle: TypeAlias = int | Callable[[], Tensor]
+
+
+class JoinedRankError(RuntimeError):
+    """A rank has called ``hvd.join()``, after which Horovod only sums.
+
+    Args:
+        what: does not work then.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"a rank has called hvd.join() (it has run out of data), which does not work with {what}: "
+            "give all ranks the same number of steps, by a DistributedSampler or by "
+            "DataLoader(drop_last=True) over equal shares, or use compressors that are summed "
+            "(none, fp16, powersgd, randomk) without a planner"
+        )
+
+
+@contextmanager
+def joins_named() -> Iterator[None]:
+    """Raise :class:`JoinedRankError` where Horovod refuses an operation because of ``hvd.join()``."""
+    try:
+        yield
+    except HorovodInternalError as error:
+        if "not supported with Join" not in str(error):
+            raise
+        raise JoinedRankError("payloads that are gathered, nor when layers change") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +88,14 @@ class Transport:
         """What a sum that is made here, not by an allreduce, is multiplied with."""
         return 1.0 / self.size if self._op == hvd.Average else 1.0
 
-    def submit(self, request: Request, name: str) -> Handle:
-        """Start a collective; every rank submits the same names in the same order."""
+    def submit(self, request: Request, name: str, step: int) -> Handle:
+        """Start a collective.
+
+        Args:
+            request: what to do.
+            name: of the operation; every rank submits the same names in the same order.
+            step: number of the step, the same on all ranks.
+        """
         tensor, common = request.tensor, {"name": name, "process_set": self._process_set}
         handle: Handle
         match request.operation:
@@ -72,18 +108,18 @@ class Transport:
                     **common,
                 )
             case "allgather":
-                handle = hvd.allgather_async(tensor, **common)
+                handle = partial(_flat, hvd.allgather_async(_uncached(tensor, step), **common))
             case "alltoall":
-                handle = hvd.alltoall_async(tensor, **common)
+                handle = partial(_flat, hvd.alltoall_async(_uncached(tensor, step), **common))
             case "sparse":
                 handle = hvd.sparse_allreduce_async(tensor, op=self._op, **common)
         return handle
 
     def wait(self, handle: Handle) -> Tensor:
         """The result of a collective; raises what Horovod raises when a rank has gone."""
-        result = handle() if callable(handle) else hvd.synchronize(handle)
-        # alltoall also tells how many rows came from whom
-        return result[0] if isinstance(result, tuple) else result
+        with joins_named():
+            result: Tensor = handle() if callable(handle) else hvd.synchronize(handle)
+        return result
 
     def traffic(self, request: Request, received: int) -> int:
         """Bytes that this rank puts on its link for a collective (ring algorithms).
@@ -100,6 +136,24 @@ class Transport:
                 return (self.size - 1) * own // self.size
             case "allgather" | "sparse":
                 return (self.size - 1) * received // self.size
+
+
+def _uncached(tensor: Tensor, step: int) -> Tensor:
+    """The bytes in a shape that Horovod did not see in the step before.
+
+    An operation of the same name and shape is answered from Horovod's cache. A rank that has called
+    ``hvd.join()`` says that it is ready for all that is in its cache: what is no allreduce then hangs.
+    Without the cache Horovod refuses it. Cost: none that was seen, as most payloads differ in size.
+    """
+    return tensor.view(-1, 1) if step % 2 else tensor
+
+
+def _flat(handle: int) -> Tensor:
+    """Wait for one of those."""
+    result = hvd.synchronize(handle)
+    # alltoall also tells how many rows came from whom
+    gathered: Tensor = result[0] if isinstance(result, tuple) else result
+    return gathered.view(-1)
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -49,16 +49,25 @@ class Batches:
         batch_size: examples of one backward pass.
         passes: backward passes in one step.
         seed: of the order; the same on all ranks.
+        place: whose share it is: rank and number of ranks; None for this process's among Horovod's.
     """
 
-    def __init__(self, dataset: Images | Windows, batch_size: int, passes: int, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Images | Windows,
+        batch_size: int,
+        passes: int,
+        seed: int,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.passes = passes
+        rank, ranks = (hvd.rank(), hvd.size()) if place is None else place
         # Equal shares: every rank must take part in every step.
         self.sampler: DistributedSampler[int] = DistributedSampler(
             dataset,
-            num_replicas=hvd.size(),
-            rank=hvd.rank(),
+            num_replicas=ranks,
+            rank=rank,
             seed=seed,
             drop_last=True,
         )

@@ -151,3 +151,21 @@ hvd_adaptive.{name}
     )
     assert "launch/setup.sh builds it" in last
     assert "'pip install horovod' alone fails, because" in last
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"process_sets": 3}, TypeError, r"process_sets must be .*hvd\.ProcessSet.*got 3"),
+        ({"process_sets": [3]}, TypeError, r"process_sets must be .*hvd\.ProcessSet.*got \[3\]"),
+        ({"process_sets": "dynamik"}, ValueError, "process_sets must be .*'dynamic'.*got 'dynamik'"),
+        ({"comm": "world"}, TypeError, "comm must be .*got 'world'"),
+        ({"comm": [0.5]}, TypeError, r"comm must be .*got \[0.5\]"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_init_is_named_before_horovod_starts(
+    given: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        hva.init(**given)  # type: ignore[arg-type]

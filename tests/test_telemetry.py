@@ -125,6 +125,8 @@ def test_parse_rejects_anything_else_and_says_what_to_write(
         ({"every": True}, TypeError, "an int of at least 1"),
         ({"samples_per_step": -4}, ValueError, "batch size x number of ranks"),
         ({"samples_per_step": "64"}, TypeError, "batch size x number of ranks"),
+        ({"samples_per_step": 10**400}, ValueError, r"an int below 2\*\*63"),
+        ({"logdir": "a\0b"}, ValueError, r"'a\\x00b' holds a NUL"),
         ({"logdir": "a", "tensorboard": False, "jsonl": False}, ValueError, "write nothing"),
     ],
 )

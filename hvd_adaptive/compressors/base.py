@@ -84,6 +84,10 @@ class CodecState(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned; ValueError if it does not fit."""
 
+    def check_layers(self, shapes: Mapping[str, Shape]) -> None:
+        """ValueError unless what is known of single layers fits these, by name."""
+        del shapes
+
 
 class Learner(CodecState):
     """A state that follows the gradients' distribution.
@@ -94,10 +98,15 @@ class Learner(CodecState):
 
     collecting: bool = False
     """Set for the steps in which compression collects statistics."""
+    drop: float = 0.1
+    """Share by which the learning rate must fall within one step, so that the next is learnt from."""
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Whether this step's gradients are to be learnt from (a fall of the learning rate is too)."""
+        """Whether this step's gradients are to be learnt from.
+
+        The step after the learning rate fell by :attr:`drop` or more is one, too.
+        """
 
     @abstractmethod
     def statistics(self) -> Any:
@@ -271,6 +280,10 @@ class Batch:
         levels: one a layer.
         keys: of shared random numbers, one a layer.
         state: of :meth:`Compressor.new_state`.
+        dtype: in which payloads are summed.
+        ranks: how many of them are summed, where what saturates is kept for the next step: a half
+            precision value then takes that share of the range at most, so that no sum overflows. 1
+            where it is dropped: a sum that overflows becomes Inf, as without compression.
     """
 
     x: Sequence[Tensor]
@@ -279,6 +292,8 @@ class Batch:
     levels: Sequence[Level]
     keys: npt.NDArray[np.uint64]
     state: CodecState | None = None
+    dtype: torch.dtype = torch.float32
+    ranks: int = 1
 
 
 Rounds: TypeAlias = Generator[list[Tensor], list[Tensor], None]
@@ -322,10 +337,14 @@ class CastCompressor(LinearCompressor):
         del layer
         return (self.level,)
 
-    def encode(self, x: Tensor, out: Tensor) -> None:
-        """Cast ``x`` into ``out`` of the wire dtype; finite values stay finite (they saturate)."""
+    def encode(self, x: Tensor, out: Tensor, ranks: int = 1) -> None:
+        """Cast ``x`` into ``out`` of the wire dtype; finite values stay finite (they saturate).
+
+        So does the sum of ``ranks`` of them where the type's range is smaller than that of ``x``.
+        """
         limit = torch.finfo(out.dtype).max
         if torch.finfo(x.dtype).max > limit:
+            limit /= ranks
             # clamp keeps NaN; Inf must stay Inf, or an overflow would pass unseen by GradScaler
             out.copy_(torch.where(x.isinf(), x, x.clamp(-limit, limit)))
         else:
@@ -334,9 +353,9 @@ class CastCompressor(LinearCompressor):
     @final
     def rounds(self, batch: Batch) -> Rounds:
         """One round of the cast values; the remainder is the rounding error."""
-        casts = [torch.empty_like(x, dtype=self.wire_dtype or x.dtype) for x in batch.x]
+        casts = [torch.empty_like(x, dtype=batch.dtype) for x in batch.x]
         for x, cast in zip(batch.x, casts, strict=True):
-            self.encode(x, cast)
+            self.encode(x, cast, batch.ranks)
             x.sub_(cast)
         reduced = yield casts
         torch._foreach_copy_(list(batch.outs), reduced)

@@ -341,6 +341,8 @@ class LearnedLevels(Learner):
         method: coordinate descent or gradient descent, for ``alq``.
         weighting: blocks count by their squared norm (the variance of the gradient), or all alike
             (the paper's normalised variance).
+        drop: share by which the learning rate must fall within one step, so that levels are learnt
+            again in the next: a schedule that falls a little with every step never does.
         zero: whether ``alq`` keeps a level at 0. Without it, a sign bit is not wasted on 0, the
             lowest level is free too, and ``psi`` is lower at equal fixed width; zeros are noise
             then, and an entropy code gains less. ``amq`` never has it.
@@ -369,6 +371,7 @@ class LearnedLevels(Learner):
         method: Method = "cd",
         weighting: Weighting = "expected",
         zero: bool = True,
+        drop: float = 0.1,
     ) -> None:
         options = {
             "kind": (kind, ("alq", "amq")),
@@ -386,6 +389,9 @@ class LearnedLevels(Learner):
             raise ValueError(f"levels: updates must be rising steps from 1 on, got {updates}")
         self.kind, self.block, self.norm = kind, block, norm
         self.updates, self.start, self.method, self.weighting = updates, start, method, weighting
+        if not 0.0 < drop < 1.0:
+            raise ValueError(f"levels: drop must lie in (0, 1), got {drop}: 0.1 is a fall by 10 %")
+        self.drop = drop
         self.zero = zero and kind == "alq"
         self._observed: list[Float64s] = []
         first = start if kind == "alq" else "exponential"

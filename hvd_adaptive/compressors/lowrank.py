@@ -202,9 +202,24 @@ class WarmStarts(CodecState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """ValueError where something is not a matrix of factors."""
         for name, q in state.items():
-            if not isinstance(q, Tensor) or q.dim() != 2 or q.dtype != torch.float32:
-                raise ValueError(f"powersgd: the warm start of {name!r} is not a float32 matrix: {q!r}")
+            matrix = isinstance(q, Tensor) and q.dim() == 2 and q.dtype == torch.float32
+            if not matrix or not all_finite(q):
+                raise ValueError(
+                    f"powersgd: the warm start of {name!r} is not a matrix of finite float32: {q!r}"
+                )
         self.q = {name: q.clone() for name, q in state.items()}
+
+    def check_layers(self, shapes: Mapping[str, Shape]) -> None:
+        """A row of each factor for each column of the layer, and no more factors than these."""
+        for name, q in self.q.items():
+            if name not in shapes:
+                raise ValueError(f"powersgd: there is no layer {name!r}")
+            rows, columns = as_matrix(shapes[name])
+            if q.shape[0] != columns or not 1 <= q.shape[1] <= min(rows, columns):
+                raise ValueError(
+                    f"powersgd: the warm start of {name!r} has the shape {tuple(q.shape)}, the layer "
+                    f"{rows} x {columns} elements"
+                )
 
 
 class _Factors:

@@ -592,6 +592,7 @@ class _Learned(_Random):
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
+        drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
 
     Raises:
         ValueError: an option is out of its range.
@@ -601,6 +602,7 @@ class _Learned(_Random):
     coding: str = "huffman"
     norm: str = "max"
     updates: str = "100/2000/10000"
+    drop: float = 0.1
 
     rounding = Rounding.table
     kind: ClassVar[Literal["alq", "amq"]]
@@ -633,6 +635,7 @@ class _Learned(_Random):
             tuple(int(step) for step in self.updates.split("/")),
             self.first_levels,
             zero=self.with_zero,
+            drop=self.drop,
         )
 
     @property
@@ -663,6 +666,7 @@ class ALQ(_Learned):
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
+        drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
         zero: whether 0 is a level, as in the paper: ``true``, ``false``, or ``auto``, which is
             ``true`` with Huffman coding alone. There a level at 0 makes most codes alike and payloads
             small. At a fixed width it saves nothing, and one more level for the others lowers the error
@@ -724,6 +728,7 @@ class AMQ(_Learned):
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
+        drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
 
     Raises:
         ValueError: an option is out of its range.

@@ -103,7 +103,7 @@ class RandomK(LinearCompressor, MultiLevel):
     def rounds(self, batch: Batch) -> Rounds:
         """One round with the values of all layers."""
         reduced = yield [
-            self._take_(x, level, int(key)) if all_finite(x) else self._nothing(x, level)
+            self._take_(x, level, int(key), batch.ranks) if all_finite(x) else self._nothing(x, level)
             for x, level, key in zip(batch.x, batch.levels, batch.keys, strict=True)
         ]
         for key, values, out in zip(batch.keys, reduced, batch.outs, strict=True):
@@ -170,19 +170,20 @@ class RandomK(LinearCompressor, MultiLevel):
         del shape
         return wire.count_of(numel, level) * self.wire_dtype.itemsize
 
-    def _take_(self, x: Tensor, level: Level, key: int) -> Tensor:
+    def _take_(self, x: Tensor, level: Level, key: int, ranks: int = 1) -> Tensor:
         """Values as they travel, which are taken out of ``x``, all of which is finite."""
         count = wire.count_of(x.numel(), level)
         values = subset.take_(x, count, key)
         if not self.unbiased and values.dtype == self.wire_dtype:
             return values
-        sent = self._rounded(values * (x.numel() / max(1, count)) if self.unbiased else values)
+        scaled = values * (x.numel() / max(1, count)) if self.unbiased else values
+        sent = self._rounded(scaled, ranks)
         subset.add_(x, values - sent, key)
         return sent
 
-    def _rounded(self, values: Tensor) -> Tensor:
-        """In the type that travels; what is too large saturates."""
-        limit = torch.finfo(self.wire_dtype).max
+    def _rounded(self, values: Tensor, ranks: int = 1) -> Tensor:
+        """In the type that travels; what is too large for a sum over the ranks saturates."""
+        limit = torch.finfo(self.wire_dtype).max / ranks
         return values.clamp(-limit, limit).to(self.wire_dtype)
 
     def _nothing(self, x: Tensor, level: Level) -> Tensor:

@@ -301,7 +301,10 @@ class MinCostKnapsack(Allocator):
     """The least price within the allowed error. Source: L-GreCo, section 4.
 
     Args:
-        bins: resolution of the error.
+        bins: resolution of the error, 1 to 1,000,000.
+
+    Raises:
+        ValueError: bins out of their range.
 
     Example:
         >>> table = Table.of("ab", [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2, [0, 1], [32] * 2)
@@ -310,6 +313,10 @@ class MinCostKnapsack(Allocator):
     """
 
     bins: int = 10_000
+
+    def __post_init__(self) -> None:
+        _check_bins(self.bins)
+        super().__post_init__()
 
     def allocate(self, table: Table, allowed: Allowance) -> Int64s:
         """See :func:`hvd_adaptive.planning.knapsack.min_cost`."""
@@ -323,7 +330,10 @@ class MinErrorKnapsack(Allocator):
     """The least error within the allowed bytes. Source: Kimad+, section 3.2.
 
     Args:
-        bins: resolution of the error.
+        bins: resolution of the error, 1 to 1,000,000.
+
+    Raises:
+        ValueError: bins out of their range.
 
     Example:
         >>> table = Table.of("ab", [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2, [0, 1], [32] * 2)
@@ -332,6 +342,10 @@ class MinErrorKnapsack(Allocator):
     """
 
     bins: int = 1_000
+
+    def __post_init__(self) -> None:
+        _check_bins(self.bins)
+        super().__post_init__()
 
     def allocate(self, table: Table, allowed: Allowance) -> Int64s:
         """See :func:`hvd_adaptive.planning.knapsack.min_error`."""
@@ -433,6 +447,12 @@ def _cluster(points: Float64s, order: Float64s, count: int) -> Int64s:
         clusters = nearest
         for c in np.unique(clusters):
             centres[c] = points[clusters == c].mean(axis=0)
+
+
+def _check_bins(bins: int) -> None:
+    """Each takes 2 bytes a layer."""
+    if not 1 <= bins <= 1_000_000:
+        raise ValueError(f"bins={bins}: write a number from 1 to 1,000,000, such as bins=10000")
 
 
 def _reference(allocator: Allocator, allowed: Allowance) -> Int64s:

@@ -318,9 +318,13 @@ class BandwidthBudget(Budget):
             (float(nbytes), float(seconds)) for nbytes, seconds in state["computing"]
         )
         self._byte_work = float(state["byte_work"])
-        self._count, self._granted = dict(state["count"]), int(state["granted"])
+        self._count = {direction: int(count) for direction, count in state["count"].items()}
+        self._granted = int(state["granted"])
         self._margin = float(state["margin"])
-        self._line = None if state["line"] is None else (state["line"][0], state["line"][1])
+        self._line = None
+        if state["line"] is not None:
+            fixed, slope = state["line"]
+            self._line = (float(fixed), float(slope))
         self._monitors = {}
         for direction, samples in state["monitors"].items():
             self._monitors[direction] = BandwidthMonitor(_HALF_LIFE)
@@ -523,7 +527,7 @@ class ThroughputBudget(Budget):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._told = tuple(state["told"])
+        self._told = tuple(float(theta) for theta in state["told"])
         self._steps = int(state["steps"])
         self._theta_min, self._theta = float(state["theta_min"]), float(state["theta"])
         self._ideal = None if state["ideal"] is None else float(state["ideal"])
@@ -578,7 +582,7 @@ class Regimes(BudgetOptions):
     drop: float = 0.1
 
     def __post_init__(self) -> None:
-        if not (self.eta > 0 and 0 < self.high <= self.low < math.inf and 0 < self.drop < 1):
+        if not (0 < self.eta < math.inf and 0 < self.high <= self.low < math.inf and 0 < self.drop < 1):
             raise ValueError(
                 f"eta={self.eta:g} must be above 0, drop={self.drop:g} in (0, 1), and "
                 f"0 < high={self.high:g} <= low={self.low:g} (multiples of the default's bytes)"
@@ -665,5 +669,6 @@ class RegimeBudget(Budget):
         """Go on from :meth:`state_dict`."""
         self._energy = None if state["energy"] is None else np.array(state["energy"], dtype=np.float64)
         self._norms = None if state["norms"] is None else np.array(state["norms"], dtype=np.float64)
-        self._steps, self._rate = int(state["steps"]), state["rate"]
+        self._steps = int(state["steps"])
+        self._rate = None if state["rate"] is None else float(state["rate"])
         self._critical, self._fell = float(state["critical"]), bool(state["fell"])

@@ -320,7 +320,7 @@ class Planner:
         """Go on from :meth:`state_dict` of a planner with the same options."""
         self.budget.load_state_dict(state["budget"])
         self._costs.load_state_dict(state["costs"])
-        self._last = state["last"]
+        self._last = None if state["last"] is None else int(state["last"])
         self._next, self._trial = int(state["next"]), int(state["trial"])
 
 

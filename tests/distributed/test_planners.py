@@ -354,6 +354,75 @@ def test_a_resumed_run_plans_as_one_that_never_stopped(name: str, at: int) -> No
     assert len(set(whole)) > 1
 
 
+REPEATABLE = ("lgreco", "accordion", "accordion+lgreco", "cgx", "own shares")
+"""Planners that do not look at the clock."""
+
+
+def decaying(optimizer: Any, step: int) -> None:
+    """A schedule that falls a little with every step, and once by half."""
+    optimizer.param_groups[0]["lr"] = 0.01 * 0.94**step * (0.5 if step >= 23 else 1.0)
+
+
+def run_decaying(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        decaying(optimizer, step)
+        run(model, optimizer, range(step, step + 1))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("punctual")
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("at", [10, 16, 23])
+def test_a_resumed_run_sees_the_same_decaying_rate(
+    name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float | None] = []
+    facts_of = pilot._facts_of
+
+    def spied(step: int, seconds: Any, rate: float | None, trips: Any, needs: Any) -> Any:
+        seen.append(rate)
+        return facts_of(step, seconds, rate, trips, needs)
+
+    monkeypatch.setattr(pilot, "_facts_of", spied)
+    model, optimizer = make(RECIPES[name])
+    run_decaying(model, optimizer, range(STEPS))
+    whole = list(seen)
+    first_model, first = make(RECIPES[name])
+    run_decaying(first_model, first, range(at))
+    resumed_model, resumed = make(RECIPES[name])
+    resumed_model.load_state_dict(first_model.state_dict())
+    resumed.load_compression_state_dict(first.compression_state_dict())
+    seen.clear()
+    run_decaying(resumed_model, resumed, range(at, STEPS))
+    assert seen == whole[at:]
+    assert None not in whole
+    if name in REPEATABLE:
+        levels = [(row.layer, row.compressor, row.level) for row in optimizer.plan]
+        assert [(row.layer, row.compressor, row.level) for row in resumed.plan] == levels
+        assert_equal(weights(model), weights(resumed_model))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("at", [10, 24])
+def test_a_resumed_run_learns_levels_at_the_same_steps(at: int) -> None:
+    spec = "alq:bits=3,updates=5/30"
+
+    def make_learning() -> tuple[nn.Module, Any]:
+        model = make_model(Layers)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        return model, ours(sgd, named_parameters=model.named_parameters(), compression=spec)
+
+    model, optimizer = make_learning()
+    run_decaying(model, optimizer, range(STEPS))
+    first_model, first = make_learning()
+    run_decaying(first_model, first, range(at))
+    resumed_model, resumed = make_learning()
+    resumed_model.load_state_dict(first_model.state_dict())
+    resumed.load_compression_state_dict(first.compression_state_dict())
+    run_decaying(resumed_model, resumed, range(at, STEPS))
+    assert_equal(weights(model), weights(resumed_model))
+
+
 def counting(steps: list[int]) -> Any:
     """``Planner.plan`` that notes when it was called."""
     plan = Planner.plan

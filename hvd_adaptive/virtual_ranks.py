@@ -1,0 +1,164 @@
+"""Training of one model with the gradients of many ranks, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvd_adaptive import planning
+from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
+from hvd_adaptive.compressors import parse
+from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.feedback import Feedback
+from hvd_adaptive.pilot import Pilot
+from hvd_adaptive.planning import Plan, Recipe
+from hvd_adaptive.reducer import Options, Reducer
+from hvd_adaptive.routing import Choice, Spec
+from hvd_adaptive.telemetry import Meter
+
+
+class VirtualRanks:
+    """What ``size`` ranks with :func:`~hvd_adaptive.DistributedOptimizer` would do to gradients.
+
+    Every rank has residuals and random numbers of its own, and all planners work; the model is there
+    once. Results are those of real ranks to the bit (see :mod:`hvd_adaptive.comm.local_group`). What
+    planners learn of times is of this process, not of a network.
+
+    Memory: what feedback keeps, for each rank, and one gradient for each rank in a step.
+
+    Args:
+        size: number of ranks.
+        named_parameters: names of the model's parameters, the same objects as in its optimizer.
+        compression: as of ``DistributedOptimizer``, like all that follows.
+        feedback: rule for what was left out.
+        planner: what chooses levels.
+        candidates: compressors that it may choose, too.
+        overrides: compressors by name pattern.
+        warmup_steps: dense steps at the start.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        seed: of random rounding and selection.
+
+    Raises:
+        ValueError: an argument is out of range, or a name is unknown.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(64, 64, bias=False)
+        >>> ranks = VirtualRanks(3, model.named_parameters(), "topk:density=0.25")
+        >>> ranks.reduce([{"weight": torch.full((64, 64), float(rank))} for rank in range(3)])
+        >>> int(model.weight.grad.count_nonzero()), len(ranks.compression_state_dicts())
+        (1024, 3)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        named_parameters: Any,
+        compression: Spec = "none",
+        *,
+        feedback: str | Feedback | None = None,
+        planner: str | Recipe | None = None,
+        candidates: Sequence[Spec] = (),
+        overrides: Mapping[str, Spec] | None = None,
+        warmup_steps: int = 0,
+        bucket_cap_mb: float = 25.0,
+        op: int = hvd.Average,
+        seed: int = 0,
+        param_groups: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
+        self._named: list[tuple[str, Parameter]] = list(named_parameters)
+        self.group = LocalGroup(size)
+        self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
+        choice = Choice.of(compression, overrides, feedback)
+        options = Options(
+            warmup_steps=warmup_steps,
+            bucket_cap_bytes=bucket_cap_mb * (1 << 20),
+            planner=None if planner is None else planning.parse(planner),
+            candidates=tuple(parse(spec) for spec in candidates),
+        )
+
+        def build(rank: LocalRank) -> _Member:
+            # a rank's gradients need parameters of their own, which share the model's memory
+            own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
+            exchange = Exchange(rank.transport(op), Meter(), "local", seed, rank.rank)
+            pilot = None
+            if options.planner is not None:
+                pilot = Pilot(
+                    options.planner,
+                    rank.channel("local.plan"),
+                    exchange.meter,
+                    rank.rank,
+                    rank.size,
+                    options.candidates,
+                    exchange.states,
+                )
+            control = rank.control("local.control")
+            reducer = Reducer(own, choice, options, control, exchange, pilot=pilot)
+            reducer.param_groups = lambda: _as_groups_of(own, self._named, param_groups())
+            return _Member(own, reducer)
+
+        self._members = self.group.run(build)
+
+    def reduce(self, gradients: Sequence[Mapping[str, Tensor | None]]) -> None:
+        """One step: reduce each rank's gradients, and leave the result in the model's ``grad``.
+
+        Args:
+            gradients: by parameter name, of each rank in turn; overwritten. None, or no entry, where a
+                rank has none.
+
+        Raises:
+            ValueError: there are not as many as ranks.
+            Exception: whatever a real rank would raise.
+        """
+        if len(gradients) != self.group.size:
+            raise ValueError(
+                f"{len(gradients)} ranks' gradients given for a group of {self.group.size} ranks"
+            )
+
+        def step(rank: LocalRank) -> None:
+            member, mine = self._members[rank.rank], gradients[rank.rank]
+            for name, parameter in member.parameters:
+                parameter.grad = mine.get(name)
+            member.reducer.synchronize()
+
+        self.group.run(step)
+        for (_, model), (_, own) in zip(self._named, self._members[0].parameters, strict=True):
+            model.grad = own.grad
+        for member in self._members:
+            for _, parameter in member.parameters:
+                parameter.grad = None
+
+    @property
+    def plan(self) -> Plan:
+        """Compressor, level and bytes of every layer, on rank 0."""
+        return self._members[0].reducer.plan
+
+    def compression_state_dicts(self) -> list[dict[str, Any]]:
+        """Every rank's compression state."""
+        return self.group.run(lambda rank: self._members[rank.rank].reducer.state_dict())
+
+    def load_compression_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what :meth:`compression_state_dicts` returned."""
+        self.group.run(lambda rank: self._members[rank.rank].reducer.load_state_dict(states[rank.rank]))
+
+
+class _Member:
+    """One virtual rank: its parameters, and what reduces their gradients."""
+
+    def __init__(self, parameters: list[tuple[str, Parameter]], reducer: Reducer) -> None:
+        self.parameters = parameters
+        self.reducer = reducer
+
+
+def _as_groups_of(
+    own: Sequence[tuple[str, Parameter]],
+    named: Sequence[tuple[str, Parameter]],
+    groups: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups, with a rank's parameters in the place of the model's."""
+    mine = {model: parameter for (_, model), (_, parameter) in zip(named, own, strict=True)}
+    return [{**group, "params": [mine[p] for p in group["params"] if p in mine]} for group in groups]

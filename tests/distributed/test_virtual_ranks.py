@@ -1,0 +1,63 @@
+"""Virtual ranks in one process do what real ones do, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+from workloads import bits, make_model, ours, set_gradients
+
+from hvd_adaptive.compressors import REGISTRY
+from hvd_adaptive.virtual_ranks import VirtualRanks
+
+SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"compression": name} for name in REGISTRY},
+    "momentum correction": {"compression": "topk:density=0.05", "feedback": "dgc:momentum=0.9"},
+    "ef21": {"compression": "topk:density=0.05", "feedback": "ef21", "warmup_steps": 1},
+    "sum": {"compression": "qsgd:bits=4", "op": hvd.Sum},
+    "hybrid": {"compression": "none", "overrides": {"wide": "topk:density=0.05", "tall": "powersgd"}},
+    "lgreco": {"compression": "topk:density=0.05", "planner": "lgreco:period=4"},
+}
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return {name: torch.randn(shape, generator=generator).pow(3) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_virtual_ranks_reduce_as_real_ones_do(name: str) -> None:
+    options = OPTIONS[name]
+    model, twin = make_model(Layers), make_model(Layers)
+    optimizer = ours(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        **options,
+    )
+    virtual = VirtualRanks(hvd.size(), twin.named_parameters(), **options)
+    steps = 4 if name != "lgreco" else 14
+    for step in range(steps):
+        optimizer.zero_grad()
+        set_gradients(model, gradients(hvd.rank(), step))
+        optimizer.synchronize()
+        virtual.reduce([gradients(rank, step) for rank in range(hvd.size())])
+        for layer in SHAPES:
+            real, other = getattr(model, layer).grad, getattr(twin, layer).grad
+            assert bits(real) == bits(other), f"{layer} at step {step}"
+    mine = optimizer.compression_state_dict()["kept"]
+    other = virtual.compression_state_dicts()[hvd.rank()]["kept"]
+    assert mine.keys() == other.keys()
+    for layer, slots in mine.items():
+        assert all(bits(slots[slot]) == bits(other[layer][slot]) for slot in slots), layer
