@@ -6,6 +6,8 @@ does is imported when it is first asked for.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.compressors import Compression
@@ -28,13 +30,22 @@ __all__ = [
 ]
 
 
+# What needs Horovod, and where it is.
+_WITH_HOROVOD = {"DistributedOptimizer": "hvd_adaptive.optimizer", "init": "hvd_adaptive.start"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "DistributedOptimizer":
-        from hvd_adaptive.optimizer import DistributedOptimizer
-
-        return DistributedOptimizer
-    if name == "init":
-        from hvd_adaptive.start import init
-
-        return init
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _WITH_HOROVOD:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_WITH_HOROVOD[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "horovod":
+            raise
+        raise ModuleNotFoundError(
+            f"hvd_adaptive.{name} needs Horovod, which this Python ({sys.executable}) does not have. "
+            "In the repository, launch/setup.sh builds it; 'pip install horovod' alone fails, because "
+            "its last release, 0.28.1, must be patched for PyTorch 2.1 and newer. conda-forge has a "
+            "package, too: horovod.",
+            name="horovod",
+        ) from error

@@ -6,20 +6,25 @@ place in its order; where Horovod runs on Gloo, or mpi4py is missing on some ran
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvd_adaptive.control import Control
 from hvd_adaptive.planning.facts import Float64s
 
+T = TypeVar("T")
+
 Pending: TypeAlias = Callable[[], Float64s]
-"""Waits for a result."""
+"""Waits for a result; HorovodInternalError if Horovod ends first."""
 NAP: Final = 50e-6
 """Seconds between two looks at whether a request is done."""
 
@@ -58,19 +63,21 @@ class MpiChannel(Channel):
 
     def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
         mpi = _mpi()
+        self._calls = _calls()
         world = mpi.COMM_WORLD
         ranks = process_set.ranks
         if ranks is None or len(ranks) == world.size:
-            self._comm = world.Dup()
+            self._comm = self._calls.make(world.Dup)
         else:
-            self._comm = world.Create_group(world.group.Incl(list(ranks)))
+            group = self._calls.make(lambda: world.group.Incl(list(ranks)))
+            self._comm = self._calls.make(lambda: world.Create_group(group))
+        self._size, self._rank = self._comm.size, self._comm.rank
         self._sum, self._min = mpi.SUM, mpi.MIN
 
     def mean(self, values: Float64s) -> Pending:
         """A sum that goes on while others compute."""
-        size = self._comm.size
         pending = self._reduce(values, self._sum)
-        return lambda: pending() / size
+        return lambda: pending() / self._size
 
     def least(self, values: Float64s) -> Pending:
         """A minimum that goes on while others compute."""
@@ -79,43 +86,77 @@ class MpiChannel(Channel):
     def gather(self, values: Float64s) -> Pending:
         """An allgather that goes on while others compute."""
         mine = np.ascontiguousarray(values, np.float64)
-        out = np.empty((self._comm.size, len(mine)))
-        return _pending(self._comm.Iallgather(mine, out), mine, out)
+        out = np.empty((self._size, len(mine)))
+        return self._pending(lambda: self._comm.Iallgather(mine, out), mine, out)
 
     def broadcast(self, message: str) -> str:
         """Blocks until the first rank has called."""
         data = np.frombuffer(message.encode(), np.uint8)
         length = np.array([len(data)], np.int64)
-        _finish(self._comm.Ibcast(length, root=0))
-        if self._comm.rank:
+        self._calls.finish(self._calls.start(lambda: self._comm.Ibcast(length, root=0), length))
+        if self._rank:
             data = np.empty(int(length[0]), np.uint8)
-        _finish(self._comm.Ibcast(data, root=0))
+        self._calls.finish(self._calls.start(lambda: self._comm.Ibcast(data, root=0), data))
         return data.tobytes().decode()
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
         mine, out = np.ascontiguousarray(values, np.float64), np.empty(values.shape)
-        return _pending(self._comm.Iallreduce(mine, out, operation), mine, out)
+        return self._pending(lambda: self._comm.Iallreduce(mine, out, operation), mine, out)
+
+    def _pending(self, begin: Callable[[], Any], mine: Float64s, out: Float64s) -> Pending:
+        request = self._calls.start(begin, mine, out)
+
+        def wait() -> Float64s:
+            self._calls.finish(request)
+            return out
+
+        return wait
 
 
-def _pending(request: Any, mine: Float64s, out: Float64s) -> Pending:
-    """Waits for a request; until then both buffers are kept alive, which mpi4py does not do."""
+class _Calls:
+    """What is asked of mpi4py: one call at a time, and none after MPI's end.
 
-    def wait(sent: Float64s = mine) -> Float64s:
-        _finish(request)
-        del sent
-        return out
-
-    return wait
-
-
-def _finish(request: Any) -> None:
-    """Waits for a request by looking at it again and again.
-
-    A thread that waits inside Open MPI while Horovod's does so, too, sleeps until that one wakes it.
-    After `hvd_adaptive.init()` Horovod's is the last to get a core: 13 ms were seen for 600 bytes.
+    Horovod ends MPI in a thread of its own as soon as any rank ends, whatever this one does at that
+    moment; a call into what is gone would be a segmentation fault. Before anything is gone, MPI deletes
+    what is attached to COMM_SELF, and waits for it: that closes this.
     """
-    while not request.Test():
-        time.sleep(NAP)
+
+    def __init__(self, mpi: Any) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._under_way: dict[int, tuple[Any, ...]] = {}
+        """Requests with their buffers: MPI may write into those until it has ended."""
+        key = mpi.Comm.Create_keyval(delete_fn=self._close)
+        mpi.COMM_SELF.Set_attr(key, self)
+
+    def make(self, call: Callable[[], T]) -> T:
+        """What the call returns."""
+        with self._lock:
+            if self._closed:
+                raise HorovodInternalError("Horovod has been shut down, and MPI with it.")
+            return call()
+
+    def start(self, begin: Callable[[], Any], *buffers: Float64s | Any) -> Any:
+        """A request; its buffers are kept alive until it is finished, which mpi4py does not do."""
+        request = self.make(begin)
+        self._under_way[id(request)] = (request, *buffers)
+        return request
+
+    def finish(self, request: Any) -> None:
+        """Waits for a request by looking at it again and again.
+
+        A thread that waits inside Open MPI while Horovod's does so, too, sleeps until that one wakes
+        it. After `hvd_adaptive.init()` Horovod's is the last to get a core: 13 ms were seen for 600
+        bytes.
+        """
+        while not self.make(request.Test):
+            time.sleep(NAP)
+        self._under_way.pop(id(request), None)
+
+    def _close(self, *attribute: Any) -> None:
+        """By MPI, in the thread that ends it."""
+        with self._lock:
+            self._closed = True
 
 
 class HorovodChannel(Channel):
@@ -189,6 +230,12 @@ def _has_mpi() -> bool:
         return False
     # one that was built for another MPI would see a world of one rank
     return bool(mpi.Is_initialized()) and mpi.COMM_WORLD.size == hvd.size()
+
+
+@functools.cache
+def _calls() -> _Calls:
+    """One a process, as MPI is."""
+    return _Calls(_mpi())
 
 
 def _mpi() -> Any:

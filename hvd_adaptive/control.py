@@ -14,6 +14,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_adaptive.failure import told_by
 from hvd_adaptive.transport import joins_named
 from hvd_adaptive.wire import MAX_GATHERED_BYTES
 
@@ -97,7 +98,8 @@ class Control:
         if error is not None:
             raise error
         if "error" in first:
-            raise RuntimeError(f"the first rank could not decide: {first['error']}")
+            message = f"the first rank could not decide: {first['error']}"
+            raise self._told_by(0, RuntimeError(message))
         return json.loads(first["built"])
 
     def hand_out(self, state: Any) -> Any:
@@ -144,17 +146,24 @@ class Control:
             mine = {"error": f"{type(failure).__name__}: {failure}", "refused": refused}
         everyone = [] if alone else self.allgather(mine)
         if error is not None:
-            raise error
+            raise error if alone else self._told_by(everyone.index(mine), error)
         for rank, other in enumerate(everyone):
             if "error" in other:
                 kind = ValueError if other["refused"] else RuntimeError
-                raise kind(f"{what}: rank {rank} failed: {other['error']}")
+                raise self._told_by(rank, kind(f"{what}: rank {rank} failed: {other['error']}"))
         for rank, other in enumerate(everyone):
             # dicts are equal in any order, but buckets are built in this one
             if list(other["digest"].items()) != list(mine["digest"].items()):
-                raise ValueError(f"{what}: {_difference(rank, mine, other, remedy)}")
+                message = f"{what}: {_difference(rank, mine, other, remedy)}"
+                raise self._told_by(0, ValueError(message))
         assert built is not None
         return built
+
+    def _told_by(self, rank: int, error: Exception) -> Exception:
+        """An error that others raise as well; only this rank of the process set prints it in full."""
+        ranks = self._process_set.ranks
+        number = rank if ranks is None else ranks[rank]
+        return error if rank == self.rank else told_by(f"rank {number}", error)
 
 
 def _difference(rank: int, mine: dict[str, Any], other: dict[str, Any], remedy: str) -> str:

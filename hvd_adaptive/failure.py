@@ -1,62 +1,118 @@
 """The last words of a rank: which one failed, and which ones only ended with it.
 
 Launchers name the rank that they saw end first. When one rank raises, Horovod shuts down, the others
-raise too, and any of them may be first. Sometimes they then wait for each other in MPI's own shutdown:
-an alarm ends that.
+raise too, and any of them may be first. So the rank that failed prints its traceback and says that it
+failed; the others print one line. Sometimes ranks then wait for each other in MPI's own shutdown:
+timers end that.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import os
+import re
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, Final, TypeVar
 
 from horovod.common.exceptions import HorovodInternalError
 
-SECONDS_TO_END = 10
+from hvd_adaptive import watchdog
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+SECONDS_TO_END: Final = 10
 """For what runs at a process's exit, after an uncaught exception."""
+CONSEQUENCE: Final = re.compile("Horovod has been shut down|gloo/transport")
+"""What Horovod says where another rank is gone; else it says what was wrong."""
+_TOLD_BY: Final = "_hva_told_by"
+
+
+def told_by(who: str, error: ErrorT) -> ErrorT:
+    """Mark an error that several ranks raise for the same reason: another one prints it in full.
+
+    Example:
+        >>> raise told_by("rank 0", ValueError("the ranks disagree"))
+        Traceback (most recent call last):
+        ValueError: the ranks disagree
+    """
+    setattr(error, _TOLD_BY, who)
+    return error
 
 
 def name_this_rank(rank: int) -> None:
-    """Add a line with the rank to what Python prints of an uncaught exception; once a process.
+    """Let what Python prints of an uncaught exception say which rank failed.
 
-    The process then has :data:`SECONDS_TO_END` to end by itself.
+    One rank prints a traceback, in one piece, and then a line; the others a line. The process then has
+    :data:`SECONDS_TO_END` to end by itself.
     """
-    before = sys.excepthook
-    if getattr(before, "names_rank", False):
-        return
+    if isinstance(sys.excepthook, _LastWords):
+        sys.excepthook.rank = rank
+    else:
+        sys.excepthook = _LastWords(sys.excepthook, rank)
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        before(kind, error, traceback)
-        if not issubclass(kind, KeyboardInterrupt):
-            print(last_words(rank, error), file=sys.stderr, flush=True)
+
+class _LastWords:
+    """Python calls it with an exception that nobody caught."""
+
+    def __init__(self, before: Callable[..., Any], rank: int) -> None:
+        self._before = before
+        self.rank = rank
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            self._before(kind, error, trace)
+            return
+        words, in_full = last_words(self.rank, error)
+        if self._before is not sys.__excepthook__:
+            self._before(kind, error, trace)  # somebody else's, who wants to know of every one
+        elif in_full:
+            words = "".join(traceback.format_exception(kind, error, trace)) + words
+        watchdog.say(words)
+        if threading.current_thread() is threading.main_thread():
             _end_soon()
 
-    hook.names_rank = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
 
-
-def _end_soon() -> None:
-    """By the kernel, because Python may be gone while MPI still waits."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS_TO_END)
-
-
-def last_words(rank: int, error: BaseException) -> str:
-    """One line.
+def last_words(rank: int, error: BaseException) -> tuple[str, bool]:
+    """What a rank that fails says, and whether its traceback is worth to be seen.
 
     Example:
         >>> last_words(1, ValueError("bad data"))
-        'hvd_adaptive: rank 1 failed, and the others end with it: ValueError: bad data'
+        ('hvd_adaptive: rank 1 failed, and the others end with it: ValueError: bad data\\n', True)
     """
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    this = f"hvd_adaptive: rank {rank}"
     if isinstance(error, HorovodInternalError):
-        return (
-            f"hvd_adaptive: rank {rank} ends because another rank failed, ended or stalled: look for "
-            'the line of the rank that "failed", for the launcher\'s "exited on signal", or for '
-            'Horovod\'s "Missing ranks"'
-        )
-    return (
-        f"hvd_adaptive: rank {rank} failed, and the others end with it: {type(error).__name__}: {error}"
-    )
+        event = watchdog.why()
+        if event is not None and event.rank != rank:
+            return f"{this} ends because rank {event.rank} {event.what}\n", False
+        if CONSEQUENCE.search(str(error)):
+            return (
+                f"{this} ends because another rank failed, ended, stalled or was killed: look for the "
+                'line of the rank that "failed", for the launcher\'s "exited on signal", or for '
+                f'Horovod\'s "Missing ranks". Horovod only says: {what}\n'
+            ), False
+    teller = getattr(error, _TOLD_BY, None)
+    event = watchdog.failed(what)
+    if teller is None and event is not None and event.rank != rank:
+        teller = f"rank {event.rank}"
+    if teller is not None:
+        return f"{this} failed as well as {teller}, which says more: {what}\n", False
+    return f"{this} failed, and the others end with it: {what}\n", True
+
+
+def _end_soon() -> None:
+    """As a failure, also where Python is held up, or gone while MPI still waits."""
+    sys.stdout.flush()
+    gc.freeze()  # to look through all that lives, once more, takes seconds where cores are busy
+    # Not a thread of Python's, so it goes on while Python ends; after that the kernel's alarm is left.
+    faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(SECONDS_TO_END + 2)

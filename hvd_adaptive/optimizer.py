@@ -35,6 +35,7 @@ from hvd_adaptive.reducer import Options, Reducer
 from hvd_adaptive.routing import Choice, Spec, check_dtypes, parse_as, unfit_dtypes
 from hvd_adaptive.telemetry import Meter, Telemetry
 from hvd_adaptive.transport import Transport
+from hvd_adaptive.watchdog import watch
 
 # Horovod asks for this module's name to know its own optimizer (see _Methods).
 _HOROVOD_MODULE: str = hvd.DistributedOptimizer.__module__
@@ -134,6 +135,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     known = _is_registered(process_set)
     control = Control(f"hva.{number}.control", process_set if known else hvd.global_process_set)
     active = _takes_part(process_set if known else hvd.global_process_set)
+    name_this_rank(hvd.rank())
 
     def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
         _check_process_set(process_set)
@@ -178,6 +180,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     # a rank that joins an elastic run builds this while the others train: they compare when they meet
     built = control.agree("DistributedOptimizer", check, digest, alone=elastic or not active)
     choice, options, named = built
+    if active and not elastic:
+        watch(control)
     if op == hvd.Adasum and (hvd.size() > 1 or elastic):
         stock: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
@@ -191,7 +195,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     meter = _open_meter(telemetry, control, active and not elastic, ranks)
     meter.configuration(_configuration(digest(built), ranks))
     transport = Transport(op, process_set, float(gradient_predivide_factor))
-    name_this_rank(hvd.rank())
     exchange = Exchange(transport, meter, f"hva.{number}", int(seed), hvd.rank())
 
     def new_pilot() -> Pilot | None:

@@ -28,6 +28,7 @@ from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, GatheredCompressor, Level
 from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of, sizes_of
 from hvd_adaptive.exchange import Trip
+from hvd_adaptive.failure import told_by
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import DENSE, Facts, Need, Recipe, StepFacts, Table, Transfer
 from hvd_adaptive.planning.facts import Float64s, Int64s
@@ -162,6 +163,7 @@ class Pilot:
         self._pool: ThreadPoolExecutor | None = None
         self._future: Future[str] | None = None
         self._message: str | None = None
+        self._failure: Exception | None = None
 
     # --- what there is to decide ------------------------------------------------------------------
 
@@ -411,7 +413,7 @@ class Pilot:
         try:
             work()
         except Exception as error:
-            self._future = None
+            self._future, self._failure = None, error
             self._message = json.dumps({"error": f"{type(error).__name__}: {error}"})
             self._trigger = self._trigger or 0
 
@@ -481,7 +483,8 @@ class Pilot:
 
     def _use(self, decided: dict[str, Any], step: int) -> dict[str, Assignment] | None:
         if "error" in decided:
-            raise RuntimeError(f"the planner failed on the first rank: {decided['error']}")
+            failure = RuntimeError(f"the planner failed on the first rank: {decided['error']}")
+            raise (failure if self._first else told_by("the first rank", failure)) from self._failure
         self._told = decided["levels"]
         # a decision for other ranks, in a resumed run, has a row that all can use: the first
         mine = self._rank if len(self._told) == self._ranks else 0

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +120,37 @@ def test_a_niceness_out_of_range_is_refused(wrong: int) -> None:
 def test_a_niceness_that_is_no_integer_is_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="must be an integer"):
         hva.init(niceness=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["init", "DistributedOptimizer"])
+def test_without_horovod_it_is_said_how_to_get_it(tmp_path: Path, name: str) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in map(Path, [entry for entry in sys.path if entry.endswith("site-packages")]):
+        for each in path.iterdir():
+            if not each.name.startswith(("horovod", "__editable__")) and each.suffix != ".pth":
+                (packages / each.name).symlink_to(each)
+    code = f"""
+import sys
+sys.path += [{str(packages)!r}, {str(ROOT)!r}]
+import hvd_adaptive
+hvd_adaptive.compressors.parse("topk:density=0.1")
+hvd_adaptive.{name}
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(
+        f"ModuleNotFoundError: hvd_adaptive.{name} needs Horovod, which this Python ("
+    )
+    assert "launch/setup.sh builds it" in last
+    assert "'pip install horovod' alone fails, because" in last
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,28 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
+
+# How a rank fails in the middle of training, which tests/failing_rank.py knows how to do.
+IN_TRAINING = ("freeze", "stall", "leave 0", "leave 3")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("how", choices=("exit", "raise", "kill", "try later", "save nothing"))
+    parser.add_argument(
+        "how", choices=("exit", "raise", "kill", "try later", "save nothing", *IN_TRAINING)
+    )
     parser.add_argument("--checkpoint-dir", required=True)
     parser.add_argument("--resume", choices=("auto",), required=True)
-    how = parser.parse_args().how
+    arguments = parser.parse_args()
+    how = arguments.how
     if how == "try later":
         return 75
     if how == "save nothing":
         return 0
 
+    if how in IN_TRAINING:
+        fail_in_training(how, Path(arguments.checkpoint_dir))
     if how == "exit":
         wait_in_mpi()
     wait_in_horovod(how)
@@ -31,6 +40,21 @@ def main() -> int:
 
 def say_that_it_fails(ranks: int) -> None:
     print(f"rank 1 of {ranks} fails at {time.time()}", flush=True)
+
+
+def fail_in_training(how: str, folder: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import failing_rank as training
+
+    folder.mkdir(parents=True, exist_ok=True)
+    fail = training.FAILURES[how]
+
+    def say_and_fail() -> None:
+        say_that_it_fails(2)
+        fail()
+
+    training.FAILURES[how] = say_and_fail
+    training.train(how, 1, folder)
 
 
 def wait_in_mpi() -> None:

@@ -304,6 +304,41 @@ def test_a_failing_rank_ends_all_ranks_and_its_exit_code_reaches_slurm(
     assert f"the run failed with exit status {code}" in job.text()
 
 
+STALL_SECONDS = 10
+SAID_IN_TRAINING = {
+    "freeze": r"hvd_adaptive: rank 1 has not answered for \d+ s \(process \d+ on n2\): it is frozen",
+    "stall": r"Missing ranks:\s+1!: \[",
+    "leave 0": "hvd_adaptive: rank 0 ends because rank 1 ended by itself, before the others",
+    "leave 3": "hvd_adaptive: rank 0 ends because rank 1 ended by itself, before the others",
+}
+
+
+@pytest.fixture(scope="module")
+def failing_in_training(lab: Lab) -> dict[str, Job]:
+    """Rank 1, on the other node, stops to answer, is late, or leaves."""
+    variables = {
+        "HVA_SCRIPT": FAILING,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_SECONDS // 2),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SECONDS),
+    }
+    return {how: submit(lab, how, **variables) for how in SAID_IN_TRAINING}
+
+
+@pytest.mark.parametrize("how", SAID_IN_TRAINING)
+def test_a_rank_that_freezes_stalls_or_leaves_under_srun_ends_the_job_and_is_named(
+    failing_in_training: dict[str, Job], how: str
+) -> None:
+    job = failing_in_training[how]
+    failed = float(job.wait_for(r"rank 1 of \d fails at ([\d.]+)", 180)[1])
+    state, code = job.wait(60)
+    assert state == "FAILED", job.explain()
+    assert code != 0
+    wait_until(lambda: not job.processes(), 20, lambda: f"left over: {job.processes()}")
+    allowed = STALL_SECONDS + STALL_SECONDS // 2 if how in ("freeze", "stall") else 0
+    assert time.time() - failed < 30 + allowed, job.explain()
+    assert re.search(SAID_IN_TRAINING[how], job.text()), job.explain()
+
+
 # ------------------------------------------------------------------------------ what cannot succeed
 
 
