@@ -18,4 +18,5 @@ class PlainRoles(griffe.Extension):
         del kwargs
         if obj.docstring is not None:
             text = ROLE.sub(lambda match: f"`{match[1].rpartition('.')[2]}`", obj.docstring.value)
+            text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)  # the section's name
             obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)

@@ -1,6 +1,7 @@
 """Pages of the documentation that live elsewhere in the repository.
 
-README.md is the front page; benchmarks/RESULTS.md with its pictures and CONTRIBUTING.md are pages, too.
+README.md is the front page; benchmarks/RESULTS.md with its pictures, CONTRIBUTING.md and CHANGELOG.md
+are pages, too.
 Links everywhere are those of the repository, so that they work where it is browsed: here they become
 links between pages.
 """
@@ -17,6 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
 }
