@@ -148,7 +148,7 @@ def decisions() -> str:
             f"{codes} or more",
             "matrices",
             f"`{SPECS['powersgd']}`",
-            f"1,024 ranks, 25 M parameters: {_far(slow, *ranks)} with fp16",
+            f"1,024 ranks, 25 M parameters: {_far(slow, *ranks)} with fp16; check the score",
         ],
         [
             f"{fast} or more",

@@ -112,6 +112,47 @@ def test_the_figures_in_pages_are_those_stored(results_page: ModuleType) -> None
     assert set(used) == set(results_page.FRAGMENTS)
 
 
+def test_the_figures_in_prose_hold() -> None:
+    import training_tables as tables
+
+    cells = importlib.import_module("results_sections").load("training")["cells"]
+    performance, planners = (
+        (ROOT / "docs" / name).read_text() for name in ("performance.md", "planners.md")
+    )
+    steps = [
+        tables.ratio(cells, model, rate, method, tables.ALONE)
+        for model, methods in {"lstm": ("topk", "topk-sign"), "mlp": ("topk",)}.items()
+        for method in methods
+        for rate in tables.RATES
+    ]
+    assert f"a top-k step takes {min(steps):.1f} to {max(steps):.1f} times" in performance
+    fastest = tables.ratio(cells, "lstm", tables.BARS_RATE, "topk-sign", tables.ALONE)
+    assert f"{fastest:.2f} in the fastest" in performance
+    costs = [
+        tables.step_of(cells, "lstm", "powersgd", rate)["costs"]
+        for rate in ("200mbit", "1gbit", "unshaped")
+    ]
+    shares = [100 * (each["compress"] + each["decompress"]) / each["total"] for each in costs]
+    assert f"PowerSGD spends {min(shares):.0f} to {max(shares):.0f} % of the LSTM's" in performance
+    sent = [
+        tables.outcome(cells, "mlp", "gravac").payload,
+        *(
+            tables.payload_of(name, tables.step_of(cells, "mlp", name, tables.BARS_RATE))
+            for name in ("topk", "none")
+        ),
+    ]
+    shown = "sends {:.1f} MB on average, where top-k sends {:.2f} and dense training {:.0f}"
+    assert shown.format(*(each / 1e6 for each in sent)) in " ".join(planners.split())
+    dense, topk = (
+        tables.mean_curve(list(tables.courses_of(cells, "transformer", name).values()))
+        for name in ("stock-fp32", "topk")
+    )
+    after = next(each["perplexity"] for each in dense if each["step"] == 60)
+    assert topk[-1]["step"] == 300
+    assert topk[-1]["perplexity"] > after
+    assert "is not yet where dense training is after 60" in performance
+
+
 def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
