@@ -387,5 +387,14 @@ def test_a_wrong_command_line_would_be_found(wrong: str) -> None:
         check(Command("nowhere", tuple(wrong.split())))
 
 
+def test_every_benchmark_is_described_with_its_question() -> None:
+    folder = ROOT / "benchmarks"
+    listed = re.search(r"^names=\(([^)]*)\)", (folder / "run_all.sh").read_text(), re.M)
+    assert listed is not None
+    described = re.findall(r"^\| `(\w+)\.py` \|", (folder / "README.md").read_text(), re.M)
+    assert {*listed[1].split()} <= {*described}
+    assert all((folder / f"{name}.py").exists() for name in described)
+
+
 def test_pages_hold_command_lines_of_every_kind() -> None:
     assert {*CHECKS} - {command.words[0] for command in COMMANDS} <= {"mpirun"}

@@ -1,6 +1,6 @@
 """Pages of the documentation that live elsewhere in the repository.
 
-README.md is the front page; benchmarks/RESULTS.md with its pictures, CONTRIBUTING.md and CHANGELOG.md
+README.md is the front page; those of benchmarks/ with their pictures, CONTRIBUTING.md and CHANGELOG.md
 are pages, too.
 Links everywhere are those of the repository, so that they work where it is browsed: here they become
 links between pages.
@@ -20,6 +20,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
     "benchmarks/RESULTS.md": "results.md",
 }
 """A file of the repository, and the page that it becomes."""
