@@ -38,16 +38,24 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+INLINE = re.compile(
+    r"`((?:[A-Z_]+=\S+ )*(?:sudo -E )?(?:launch/|benchmarks/|python |horovodrun )[^`]* [^`]+)`"
+)
+
+
 def commands() -> Iterator[Command]:
-    """Every command line in a block that is marked bash or console."""
+    """Every command line: in blocks that are marked bash or console, and in the text."""
     for page in PAGES:
-        for block in re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text(), re.M | re.S):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line.removeprefix("$ "), comments=True)
-                while words and (words[0] in ("sudo", "-E") or re.match(r"[A-Z_a-z]+=", words[0])):
-                    words = words[1:]
-                if words:
-                    yield Command(name_of(page), tuple(words))
+        text = page.read_text()
+        blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.M | re.S)
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        for line in [*lines, *(" ".join(found.split()) for found in INLINE.findall(prose))]:
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            while words and (words[0] in ("sudo", "-E") or re.match(r"[A-Z_a-z]+=", words[0])):
+                words = words[1:]
+            if words:
+                yield Command(name_of(page), tuple(words))
 
 
 def specs(option: str) -> Iterator[str]:
