@@ -1,9 +1,10 @@
 """Draws what benchmarks/training.py has measured.
 
-    python benchmarks/plots.py    # results/training_steps.png, results/training_accuracy.png
+    python benchmarks/plots.py    # results/training_{overview,steps,accuracy}.png
 
-One picture shows where a step of the LSTM at 200 Mbit/s spends its time, the other how the LSTM and
-the MLP get better with the seconds that training takes there. Needs matplotlib.
+The first picture compares the steps of four models at 200 Mbit/s, the second shows where a step of the
+LSTM spends its time, the third how the LSTM and the MLP get better with the seconds of training. Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ COLORS = {
     "communicate": "#4c72b0",
     "decompress": "#937860",
 }
-MEANINGS = {"communicate": "waiting for the network"}
+MEANINGS = {"communicate": "exposed communication"}
 LINES = {DENSE: "#4c72b0", FP16: "#55a868", TOPK: "#c44e52", "powersgd": "#8172b3"}
 
 
@@ -48,7 +49,7 @@ def steps(cells: Mapping[str, Any], path: Path) -> bool:
     figure, axes = _axes(1)
     left = dict.fromkeys(bars, 0.0)
     for part, color in COLORS.items():
-        # Horovod's own optimizer tells nothing of compression: no bar.
+        # Horovod's own optimizer reports no compression: no bar.
         widths = {name: 1e3 * times[part] for name, times in bars.items() if times[part] > 0}
         axes[0].barh(
             list(widths),
@@ -59,14 +60,52 @@ def steps(cells: Mapping[str, Any], path: Path) -> bool:
         )
         for name, width in widths.items():
             left[name] += width
-    axes[0].axvline(
-        1e3 * alone["median"], color="black", linestyle=":", label="no communication at all"
-    )
+    axes[0].axvline(1e3 * alone["median"], color="black", linestyle=":", label="compute-only")
     axes[0].invert_yaxis()
-    axes[0].set_xlabel("milliseconds a step")
+    axes[0].set_xlabel("milliseconds per step")
     axes[0].set_title(f"{MODEL}, 4 hosts, links of {RATE}: median step")
     axes[0].legend()
     return _save(figure, path)
+
+
+def overview(cells: Mapping[str, Any], path: Path) -> bool:
+    """The steps of every model: compute-only, stock fp16, 4-bit codes, and the fastest at the target.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    models = [name for name in tables.names(cells, 1, "steps") if best(cells, name)]
+    if not models:
+        return False
+    pyplot = report.pyplot()
+    figure, axes = pyplot.subplots(1, len(models), figsize=(2.9 * len(models), 2.3), squeeze=False)
+    for place, model in zip(axes[0], models, strict=True):
+        rows = dict.fromkeys((FP16, "qsgd", best(cells, model)))
+        found = {name: tables.step_of(cells, model, name, RATE) for name in rows}
+        steps = {
+            f"stock {name[6:]}" if name == FP16 else name: each for name, each in found.items() if each
+        }
+        for number, (name, step) in enumerate(steps.items()):
+            color = COLORS["communicate"] if number == 0 else LINES[TOPK]
+            bar = place.barh(name, 1e3 * step["median"], color=color)
+            place.bar_label(bar, fmt="{:,.0f}", padding=2, fontsize=8)
+        alone = tables.step_of(cells, model, ALONE, RATE)
+        if alone is not None:
+            place.axvline(1e3 * alone["median"], color="black", linestyle=":")
+        place.invert_yaxis()
+        place.margins(x=0.18)
+        place.set(title=model, xlabel="ms per step")
+    return _save(figure, path)
+
+
+def best(cells: Mapping[str, Any], model: str) -> str:
+    """The compressor or planner that reaches the target first at the rate; "" if none does."""
+    ours = [
+        name
+        for name in tables.names(cells, 2, "course")
+        if not name.startswith("stock") and tables.seconds_to_target(cells, model, name, RATE) > 0
+    ]
+    return min(ours, key=lambda name: tables.seconds_to_target(cells, model, name, RATE), default="")
 
 
 def accuracy(cells: Mapping[str, Any], path: Path) -> bool:
@@ -131,6 +170,7 @@ def main() -> int:
         return 1
     cells = json.loads(file.read_text())["cells"]
     drawn = [
+        overview(cells, folder / "training_overview.png"),
         steps(cells, folder / "training_steps.png"),
         accuracy(cells, folder / "training_accuracy.png"),
     ]

@@ -11,7 +11,8 @@
 # Resumable: what is finished is left out the next time, and scripts that take long go on where they were.
 # Ctrl-C ends the running script, which keeps what it has, and shows what is done and what is left.
 # Each script's output is also in runs/benchmarks/NAME.log. Slow networks need root (launch/netlab.sh); without
-# it, what needs them is skipped. Afterwards, benchmarks/readme.py puts the figures into README.md.
+# it, what needs them is skipped. Afterwards, benchmarks/results_page.py puts the figures into RESULTS.md, README.md and
+# docs/.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/common.sh"

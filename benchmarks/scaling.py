@@ -484,9 +484,10 @@ def to_build_next(many: dict[str, Any]) -> str:
     ]
     best = max(wins, key=lambda kind: len(wins[kind]))
     verdict = "nothing has to be built" if best == kinds[0] else f"`{best}` is to be built next"
+    number = len(cells) * len(payloads)
     return (
-        f"Of the ways in which such payloads can meet, the fastest at {FAR:,} ranks, of "
-        f"{len(cells) * len(payloads)} cases, is {', '.join(counts)}: {verdict}."
+        f"Fastest scheme for gathered payloads at {FAR:,} ranks, in {number} cases: "
+        f"{', '.join(counts)}: {verdict}."
     )
 
 

@@ -1,8 +1,8 @@
-"""What benchmarks/training.py has measured, as tables, and the bars that it must meet.
+"""Tables of what benchmarks/training.py has measured, and the targets that it must meet.
 
 All functions take the stored cells: a dictionary from "steps/MODEL/METHOD/RATE" or
-"course/MODEL/METHOD/SEED" (with a rate before the seed where a course was run on a slow network) to
-figures.
+"course/MODEL/METHOD/SEED" (with a rate before the seed where a training run was made on a slow network)
+to figures. A *course* in a stored key is a training run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIGNS = "topk-sign"  # one bit a value, biases, too: all that a step sends is on
 SAME = (FP16, "none", "fp16")
 """Dense gradients too, which learn as those of :data:`DENSE`: fp16 rounds far below their noise."""
 SEARCHING = ("gravac", "gravac+lgreco")
-"""Go up and down throughout a course, at times to dense gradients: no step stands for all."""
+"""Vary throughout a training run, at times to dense gradients: no single step represents them."""
 RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
 BARS_RATE = "200mbit"
 
@@ -41,7 +41,7 @@ def step_of(cells: Cells, model: str, method: str, rate: str) -> Mapping[str, An
 
 
 def courses_of(cells: Cells, model: str, method: str, rate: str = "") -> dict[str, Mapping[str, Any]]:
-    """A method's courses by seed; with a rate, those that were run at it."""
+    """A method's training runs by seed; with a rate, those made at that rate."""
     method = DENSE if method in SAME else method
     start = "/".join(filter(None, ("course", model, method, rate))) + "/"
     return {
@@ -65,7 +65,7 @@ def metric(course: Mapping[str, Any]) -> str:
 
 
 def reaches(score: Mapping[str, float], dense: Mapping[str, float]) -> bool:
-    """Whether a score is as good as the dense one, but for the slack."""
+    """Whether a score is as good as the dense one, within the slack."""
     if "perplexity" in dense:
         return score["perplexity"] <= PERPLEXITY_SLACK * dense["perplexity"]
     return score["accuracy"] >= dense["accuracy"] - ACCURACY_SLACK
@@ -73,7 +73,7 @@ def reaches(score: Mapping[str, float], dense: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method's courses, compared with the dense ones of the same seeds.
+    """A method's training runs, compared with the dense ones of the same seeds.
 
     Args:
         score: mean of what they end with.
@@ -81,7 +81,7 @@ class Outcome:
         seeds: compared.
         by_themselves: how many of them reach what dense training reaches from their own seed.
         steps: until the mean over the seeds reaches that of dense training; NaN if it does not.
-        seconds: the same, by the courses' own clock.
+        seconds: the same, by the training runs' own clock.
         warmup: dense steps at the start.
         payload: bytes that a rank hands to the collectives in a step, mean; NaN where not known.
     """
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def outcome(cells: Cells, model: str, method: str, rate: str = "") -> Outcome | None:
-    """None where no seed has both courses."""
+    """None where no seed has both training runs."""
     dense = courses_of(cells, model, DENSE)
     mine = courses_of(cells, model, method, rate)
     seeds = sorted(set(dense) & set(mine))
@@ -123,7 +123,7 @@ def outcome(cells: Cells, model: str, method: str, rate: str = "") -> Outcome | 
 
 
 def mean_curve(courses: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """The evaluations of several seeds' courses: mean steps, seconds and scores."""
+    """The evaluations of several seeds: mean steps, seconds and scores."""
     figures = ("step", "seconds", metric(courses[0]))
     return [
         {name: statistics.mean(each[name] for each in several) for name in figures}
@@ -134,8 +134,8 @@ def mean_curve(courses: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
 def seconds_to_target(cells: Cells, model: str, method: str, rate: str) -> float:
     """NaN where the mean over the seeds does not reach it, or a step time is not measured.
 
-    Courses at this rate tell it themselves; for others it is steps to target x median step, or x what
-    the course's mean payload takes.
+    Training runs at this rate have a clock; for others it is steps to target x median step, or x the
+    time that the run's mean payload takes.
     """
     direct = outcome(cells, model, method, rate)
     if direct is not None:
@@ -181,6 +181,15 @@ def names(cells: Cells, position: int, kind: str = "") -> list[str]:
 
 Rows = list[list[object]]
 
+KINDS = {"steps": "steps", "course": "training runs"}
+"""The headings of what is stored."""
+DIFFERENCES = {"accuracy": "accuracy difference (pp)", "perplexity": "perplexity difference"}
+
+
+def label_of(method: str) -> str:
+    """A stored method's name in tables."""
+    return "compute-only" if method == ALONE else method
+
 
 def show(cells: Cells) -> str:
     """All tables, as text."""
@@ -194,7 +203,7 @@ def places_rows(cells: Cells) -> Rows:
     """Which models' cells were measured on which machine, and which methods if not all are."""
     places = dict.fromkeys(str(each.get("place", "?")) for each in cells.values())
     kinds = names(cells, 0)
-    rows: Rows = [["measured on", *kinds]]
+    rows: Rows = [["measured on", *(KINDS[kind] for kind in kinds)]]
     for place in places:
         here = {key: each for key, each in cells.items() if each.get("place", "?") == place}
         rows.append([place, *(_measured_in(here, cells, kind) for kind in kinds)])
@@ -208,13 +217,21 @@ def _measured_in(here: Cells, cells: Cells, kind: str) -> str:
         start = f"{kind}/{model}/"
         mine, everyone = ({key for key in some if key.startswith(start)} for some in (here, cells))
         methods = dict.fromkeys(key.split("/")[2] for key in here if key in mine)
-        parts.append(model if mine == everyone else f"{model} ({', '.join(methods)})")
+        shown = ", ".join(map(label_of, methods))
+        parts.append(model if mine == everyone else f"{model} ({shown})")
     return ", ".join(parts) or "-"
 
 
 def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
     """What a step costs with each method: the heading, and a row each."""
-    heading: list[object] = ["step", "x alone", "samples/s", *TITLES, "bytes sent", "smaller by"]
+    heading: list[object] = [
+        "median step",
+        "x compute-only",
+        "samples/s",
+        *TITLES,
+        "bytes sent",
+        "compression ratio",
+    ]
     rows: Rows = [[f"{model}, {rate}", *heading]]
     if rate not in _measured_rates(cells, model):
         return rows
@@ -227,7 +244,7 @@ def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
         sent = payload_of(method, step)
         rows.append(
             [
-                method,
+                label_of(method),
                 _milliseconds(step["median"]),
                 _number(of_alone, "{:.2f}"),
                 _number(step["samples_per_step"] / step["median"], "{:.0f}"),
@@ -240,18 +257,18 @@ def steps_rows(cells: Cells, model: str, rate: str) -> Rows:
 
 
 def rates_rows(cells: Cells) -> Rows:
-    """A step at every rate, and how many times as long as alone: the heading, and a row each.
+    """A step at every rate, absolute and relative to compute-only: the heading, and a row each.
 
     Only of models that were measured at two rates or more.
     """
-    rows: Rows = [["step (x alone)", *RATES]]
+    rows: Rows = [["median step (x compute-only)", *RATES]]
     for model in names(cells, 1, "steps"):
         if len(_measured_rates(cells, model)) < 2:
             continue
         for method in names(cells, 2, "steps"):
             if any(step_of(cells, model, method, rate) for rate in RATES):
                 steps = [_step_and_ratio(cells, model, method, rate) for rate in RATES]
-                rows.append([f"{model}, {method}", *steps])
+                rows.append([f"{model}, {label_of(method)}", *steps])
     return rows
 
 
@@ -264,14 +281,14 @@ def _step_and_ratio(cells: Cells, model: str, method: str, rate: str) -> str:
 
 
 PARTS = ("compute", "compress", "communicate", "decompress")
-TITLES = ("compute", "compress", "waiting", "decompress")
+TITLES = ("compute", "compress", "exposed communication", "decompress")
 
 
 def parts_of(step: Mapping[str, Any], of_alone: float) -> dict[str, float]:
     """Of a step, seconds in each of :data:`PARTS`, scaled from the mean step to the median one.
 
-    Horovod's own optimizer does not tell: its waiting is what it takes longer than ``alone``, which it
-    takes ``of_alone`` times; NaN where that is not known.
+    Horovod's own optimizer reports none: its exposed communication is the difference from compute-only,
+    of which its step takes ``of_alone`` times; NaN where that is not known.
     """
     costs = step.get("costs")
     if costs is not None and costs["communicate"] is not None:
@@ -301,11 +318,11 @@ def courses_rows(cells: Cells, model: str) -> Rows:
         [
             f"{model}, {dense['steps']} steps",
             metric(dense),
-            "worse by",
+            DIFFERENCES[metric(dense)],
             "seeds",
-            "that reach dense",
+            "seeds at the target",
             "steps to target",
-            *(f"seconds, {rate}" for rate in measured),
+            *(f"seconds to target, {rate}" for rate in measured),
         ]
     ]
     measured_steps = [name for name in SAME if any(step_of(cells, model, name, r) for r in RATES)]
@@ -320,7 +337,7 @@ def courses_rows(cells: Cells, model: str) -> Rows:
             [
                 method,
                 f"{found.score:.2%}" if percent else f"{found.score:.2f}",
-                f"{100 * found.loss:+.2f}" + ("" if percent else " %"),
+                f"{-100 * found.loss:+.2f}" if percent else f"{100 * found.loss:+.2f} %",
                 found.seeds,
                 found.by_themselves,
                 _number(found.steps, "{:.0f}"),
@@ -344,11 +361,11 @@ def _milliseconds(seconds: float) -> str:
     return _number(1e3 * seconds, "{:,.0f} ms")
 
 
-# --- bars ---------------------------------------------------------------------------------------------
+# --- targets ------------------------------------------------------------------------------------------
 
 
 def missed(cells: Cells) -> list[str]:
-    """The bars that are not met; what is not measured is not met."""
+    """The targets that are missed; what is not measured is missed."""
     # Both send 1 %; how their values travel is their own affair.
     faster = ratio(cells, "lstm", BARS_RATE, TOPK, SIGNS) > 1.0
     topk = SIGNS if faster else TOPK
@@ -356,10 +373,12 @@ def missed(cells: Cells) -> list[str]:
     speed = ratio(cells, "lstm", BARS_RATE, FP16, topk)
     found = []
     if not alone <= ALONE_BAR:
-        found.append(f"lstm, {BARS_RATE}: a step of {topk} is {alone:.2f} of {ALONE}, not {ALONE_BAR}")
+        found.append(
+            f"lstm, {BARS_RATE}: a step of {topk} is {alone:.2f} x compute-only, target {ALONE_BAR}"
+        )
     if not speed >= SPEED_BAR:
         found.append(
-            f"lstm, {BARS_RATE}: {topk} is {speed:.2f} times faster than {FP16}, not {SPEED_BAR}"
+            f"lstm, {BARS_RATE}: {topk} is {speed:.2f} x faster than {FP16}, target {SPEED_BAR}"
         )
     for model in ("lstm", "mlp"):
         found += _missed_course(cells, model)
@@ -367,11 +386,11 @@ def missed(cells: Cells) -> list[str]:
 
 
 def _missed_course(cells: Cells, model: str) -> list[str]:
-    """Nothing if one of our methods meets the bars; else what the one that comes nearest misses."""
+    """Nothing if one of our methods meets the targets; else what the nearest one misses."""
     ours = [name for name in names(cells, 2, "course") if not name.startswith("stock")]
     ends = {name: outcome(cells, model, name) for name in ours}
     found = [_missed_by(cells, model, name, end) for name, end in ends.items() if end]
-    return min(found, key=len, default=[f"{model}: no courses to compare with {DENSE}"])
+    return min(found, key=len, default=[f"{model}: no training runs to compare with {DENSE}"])
 
 
 def _missed_by(cells: Cells, model: str, method: str, ends: Outcome) -> list[str]:
@@ -379,14 +398,14 @@ def _missed_by(cells: Cells, model: str, method: str, ends: Outcome) -> list[str
     mine, other = (seconds_to_target(cells, model, each, BARS_RATE) for each in (method, FP16))
     if not mine <= TARGET_BAR * other:
         found.append(
-            f"{model}, {BARS_RATE}: {method} takes {mine / other:.2f} of {FP16}'s time to the target,"
-            f" not {TARGET_BAR:.2f}"
+            f"{model}, {BARS_RATE}: {method} takes {mine / other:.2f} x {FP16}'s time to the target "
+            f"score, target {TARGET_BAR:.2f}"
         )
     dense = next(iter(courses_of(cells, model, DENSE).values()))
     slack = ACCURACY_SLACK if metric(dense) == "accuracy" else PERPLEXITY_SLACK - 1
     if ends.loss > slack or ends.seeds < 3:
         found.append(
-            f"{model}: {method} ends {100 * ends.loss:.2f} % worse than dense ({ends.seeds} seeds), not"
-            f" {100 * slack:.1f} % over 3 seeds"
+            f"{model}: {method} ends {100 * ends.loss:.2f} % worse than dense ({ends.seeds} seeds), "
+            f"target {100 * slack:.1f} % over 3 seeds"
         )
     return found

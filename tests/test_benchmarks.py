@@ -256,17 +256,17 @@ def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash() -> None:
     text = tables.show(CELLS)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["qsgd"][-2:] == ["-", "-"]
-    assert rows["topk"][1:3] == ["84.00%", "+1.00"]
+    assert rows["topk"][1:3] == ["84.00%", "-1.00"]
     assert "mlp, 200mbit" in text
     assert "200 ms" in text
     assert tables.show({}) == ""
 
 
 def test_steps_at_several_rates_stand_side_by_side() -> None:
-    assert tables.rates_rows(CELLS) == [["step (x alone)", *tables.RATES]]
+    assert tables.rates_rows(CELLS) == [["median step (x compute-only)", *tables.RATES]]
     more = {**CELLS, "steps/mlp/topk/1gbit": step(0.15), "steps/lstm/topk/1gbit": step(0.3)}
     assert tables.rates_rows(more)[1:] == [
-        ["mlp, alone", *["100 ms (1.00)"] * 4],
+        ["mlp, compute-only", *["100 ms (1.00)"] * 4],
         ["mlp, stock-fp32", "-", "2,000 ms (20.00)", "-", "-"],
         ["mlp, stock-fp16", "-", "1,000 ms (10.00)", "-", "-"],
         ["mlp, none", "-", "2,000 ms (20.00)", "-", "-"],
@@ -276,11 +276,12 @@ def test_steps_at_several_rates_stand_side_by_side() -> None:
 
 def test_steps_of_two_machines_are_not_compared() -> None:
     here = {key: {"place": "here", **each} for key, each in CELLS.items()}
-    assert tables.places_rows(here) == [["measured on", "steps", "course"], ["here", "mlp", "mlp"]]
+    heading = ["measured on", "steps", "training runs"]
+    assert tables.places_rows(here) == [heading, ["here", "mlp", "mlp"]]
     topk = "steps/mlp/topk/200mbit"
     mixed = {**here, topk: {**here[topk], "place": "there"}}
     assert tables.places_rows(mixed)[1:] == [
-        ["here", "mlp (alone, stock-fp32, stock-fp16, none)", "mlp"],
+        ["here", "mlp (compute-only, stock-fp32, stock-fp16, none)", "mlp"],
         ["there", "mlp (topk)", "-"],
     ]
     assert math.isnan(tables.ratio(mixed, "mlp", "200mbit", "topk", "alone"))
@@ -294,10 +295,10 @@ def test_steps_of_two_machines_are_not_compared() -> None:
 
 def test_what_is_not_measured_has_not_met_its_bar() -> None:
     missed = "\n".join(tables.missed(CELLS))
-    assert "lstm, 200mbit: a step of topk is nan of alone" in missed
-    assert "lstm: no courses" in missed
+    assert "lstm, 200mbit: a step of topk is nan x compute-only" in missed
+    assert "lstm: no training runs" in missed
     # 13 s of 30 s, and one point worse than dense; qsgd is farther off, and never gets there
-    assert "mlp, 200mbit: topk takes 0.43 of stock-fp16's time" in missed
+    assert "mlp, 200mbit: topk takes 0.43 x stock-fp16's time" in missed
     assert "mlp: topk ends 1.00 % worse than dense (1 seeds)" in missed
 
 
@@ -345,7 +346,7 @@ def test_the_pictures_are_drawn_from_the_cells(tmp_path: Path) -> None:
     lstm = {key.replace("mlp", "lstm"): value for key, value in CELLS.items()}
     assert set(plots.curves(CELLS, "mlp")) == {"stock-fp32", "stock-fp16", "topk"}
     assert plots.curves(CELLS, "mlp")["topk"][0] == pytest.approx([11.0, 13.0, 15.0])
-    for draw, cells in ((plots.steps, lstm), (plots.accuracy, CELLS)):
+    for draw, cells in ((plots.overview, CELLS), (plots.steps, lstm), (plots.accuracy, CELLS)):
         path = tmp_path / f"{draw.__name__}.png"
         assert draw(cells, path)
         assert path.read_bytes().startswith(b"\x89PNG")
