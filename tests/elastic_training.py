@@ -23,7 +23,7 @@ from torch import Tensor
 import hvd_adaptive as hva
 from hvd_adaptive.elastic import is_elastic
 
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()  # the tests import the options
 RATE = 0.01
 COMMIT_EVERY = 5
 SECONDS_A_STEP = 0.05

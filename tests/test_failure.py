@@ -116,6 +116,9 @@ def environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_SECONDS // 2),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SECONDS),
+        # With it, Horovod waits for a frozen rank while it holds a lock that every rank's main thread
+        # wants, which then waits with Python's own lock: a healthy rank looks frozen, too.
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
     }
 
 

@@ -83,7 +83,8 @@ def test_a_gradient_that_is_bound_to_another_tensor_gets_the_result(form: str, s
     rebound = train(ours, one_step, compression=spec)
     assert_ranks_agree(models[0])
     assert_same(rebound, train(ours, compression=spec))
-    if spec == "none":
+    # stock Horovod writes into the memory that "data" has freed
+    if spec == "none" and form != "data":
         assert_same(rebound, train(stock, one_step))
 
 
