@@ -32,14 +32,14 @@ from torch import Tensor
 
 import cells
 import report
+from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of
+from hvd_adaptive.adaptation.controller import SAMPLES, label, link_bytes, nominal_factor
 from hvd_adaptive.compressors import CastCompressor
-from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of
 from hvd_adaptive.compressors.sparse import DensityCompressor
+from hvd_adaptive.engine.routing import CompressionConfig
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.pilot import SAMPLES, label, link_bytes, nominal_factor
-from hvd_adaptive.planning import Facts, Table, parse
-from hvd_adaptive.planning.facts import Int64s
-from hvd_adaptive.routing import Choice
+from hvd_adaptive.planning import PlanningInput, Table, parse
+from hvd_adaptive.planning.measurements import Int64s
 from planner import beyond
 from presets import Preset, prepare
 
@@ -153,7 +153,7 @@ class Row:
 
 def rows_of(layers: Sequence[Layer], compression: str) -> list[Row]:
     """The layers that a planner decides on: not those that are too small to be compressed."""
-    choice, rows = Choice.of(compression, None, None), []
+    choice, rows = CompressionConfig.of(compression, None, None), []
     for layer in layers:
         own = choice.compressor_of(layer)
         if not isinstance(own, CastCompressor):
@@ -194,7 +194,7 @@ def bytes_of(row: Row, sampled: Sequence[Gradients]) -> list[float]:
 
 def planned(table: Table) -> Int64s:
     """What ``planner="lgreco"`` chooses."""
-    return parse("lgreco").planner().plan(Facts(0, table)).levels
+    return parse("lgreco").planner().plan(PlanningInput(0, table)).levels
 
 
 def compress(

@@ -176,7 +176,7 @@ def _figures(
 
 @functools.cache
 def _lag() -> int:
-    from hvd_adaptive.pilot import LAG
+    from hvd_adaptive.adaptation.controller import LAG
 
     return LAG
 

@@ -33,7 +33,7 @@ import numpy as np
 import cells
 import lab
 import report
-from hvd_adaptive.planning import REGISTRY, LGreCoTime, StepFacts
+from hvd_adaptive.planning import REGISTRY, LGreCoTime, StepMeasurements
 from hvd_adaptive.planning.budgets import Budget, StaticBudget
 from hvd_adaptive.planning.costs import OnlineCosts, fit_bucket_costs
 
@@ -121,7 +121,7 @@ class Recorder:
         self.switches: list[int] = []
         """The last step before each plan."""
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """A step has ended, up to some steps ago."""
         if facts.bucket_bytes is None or facts.sync_seconds is None:
             return
@@ -143,7 +143,7 @@ _recorder: Recorder | None = None
 class RecordingBudget(StaticBudget):
     """L-GreCo's budget; hands on what it observes."""
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """To the recorder, on the rank that plans."""
         if _recorder is not None:
             _recorder.observe(facts)

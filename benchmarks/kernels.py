@@ -32,7 +32,7 @@ from torch import Tensor
 
 import cells
 import report
-from hvd_adaptive import warm
+from hvd_adaptive.commands import precompile
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, MultiLevel
 from hvd_adaptive.compressors.randomk import RandomK
@@ -325,7 +325,7 @@ def multi_level_turns(
 
     def further() -> None:
         payload = compressor.compress_(x, 0.1)
-        compressor.shrink_(payload, x, 0.001)
+        compressor.recompress_(payload, x, 0.001)
 
     return {
         "copy": lambda: spare.copy_(x),
@@ -431,7 +431,7 @@ def missed_of_rules(
 def measure(quick: bool) -> dict[str, Any]:
     """All tables; each is printed when it is there."""
     torch.set_num_threads(1)
-    warm.warm()
+    precompile.warm()
     numel, layers, repeats = (300_000, 20, 2) if quick else (25_000_000, 300, 7)
 
     large = {}

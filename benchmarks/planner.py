@@ -21,7 +21,7 @@ import numpy as np
 
 import cells
 import report
-from hvd_adaptive.planning.allocators import Allowance, KMeans, Table, Uniform
+from hvd_adaptive.planning.allocators import KMeans, Limits, Table, Uniform
 from hvd_adaptive.planning.costs import BandwidthMonitor, OnlineCosts
 from hvd_adaptive.planning.knapsack import equal_slopes, min_cost, min_error, total
 
@@ -143,7 +143,7 @@ def others(runs: int) -> dict[str, float]:
     labels = [[str(index) for index in range(len(row))] for row in errors]
     dense = [row[0] * 8 for row in sizes]
     table = Table.of(names, errors, sizes, labels, [model.default] * model.layers, dense)
-    allowed = Allowance.like(table, table.defaults)
+    allowed = Limits.like(table, table.defaults)
     monitor, costs = BandwidthMonitor(), OnlineCosts()
     for _ in range(60):
         nbytes = rng.uniform(1e3, 1e7, 20)

@@ -3,10 +3,10 @@
     python benchmarks/virtual_training.py --virtual-ranks 4 --steps 468 --preset resnet-fashion \\
         --compression topk:density=0.01 [train.py's options]
 
-One model, N gradients in each step, reduced to the bit as N real ranks would (see
-hvd_adaptive/virtual_ranks.py). A step takes N forward and backward passes on one core; what it takes on
-a network is measured elsewhere. Shows the training loss and, at the end, the score on held-out data;
-with --out both go into a JSON file, with the planned payload of every step.
+One model, N gradients in each step, reduced to the bit as N real ranks would. A step takes N forward
+and backward passes on one core; its time on a network is measured elsewhere. Shows the training loss
+and, at the end, the score on held-out data; with --out both go into a JSON file, with the planned
+payload of every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 import hvd_adaptive as hva
 import report
-from hvd_adaptive.virtual_ranks import VirtualRanks
+from hvd_adaptive.engine.virtual_ranks import VirtualRanks
 from presets import Preset, prepare
 
 SHOW_EVERY = 50

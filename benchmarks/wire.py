@@ -32,7 +32,7 @@ import cells
 import report
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.distributions import Norm
-from hvd_adaptive.compressors.levels import LearnedLevels
+from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.compressors.quantized import ALQ, AMQ
 from hvd_adaptive.wire import count_of
 

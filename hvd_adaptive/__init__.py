@@ -10,13 +10,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hvd_adaptive.checkpoint import merge_compression_states
 from hvd_adaptive.compressors import Compression
-from hvd_adaptive.states import merge_compression_states
 from hvd_adaptive.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from hvd_adaptive.comm.startup import init
     from hvd_adaptive.optimizer import DistributedOptimizer
-    from hvd_adaptive.start import init
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 # What needs Horovod, and where it is.
-_WITH_HOROVOD = {"DistributedOptimizer": "hvd_adaptive.optimizer", "init": "hvd_adaptive.start"}
+_WITH_HOROVOD = {"DistributedOptimizer": "hvd_adaptive.optimizer", "init": "hvd_adaptive.comm.startup"}
 
 
 def __getattr__(name: str) -> Any:

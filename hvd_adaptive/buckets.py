@@ -38,7 +38,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """Layers ``start:stop`` of a bucket: one compressor codes all of them in one call."""
 
     compressor: Compressor
@@ -66,7 +66,7 @@ class Bucket:
     index: int
     collective: Collective
     layers: tuple[Layer, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
     dtype: torch.dtype
     device: torch.device
     feedback: str
@@ -212,10 +212,10 @@ def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) ->
         route = routes[layer.name]
         by_compressor.setdefault((route.compressor, route.keeps), []).append(layer)
     ordered: list[Layer] = []
-    parts: list[Part] = []
+    parts: list[Segment] = []
     for (compressor, keeps), members in by_compressor.items():
         levels = tuple(routes[layer.name].level for layer in members)
-        parts.append(Part(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
+        parts.append(Segment(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
         ordered.extend(members)
     key = _key(ordered[0], routes[ordered[0].name])
     return Bucket(

@@ -22,20 +22,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
-from hvd_adaptive.channel import HorovodChannel, open_channel
+from hvd_adaptive.adaptation.controller import AdaptationController, check_per_rank_levels
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.control_channel import HorovodChannel, open_channel
+from hvd_adaptive.comm.excepthook import name_this_rank
+from hvd_adaptive.comm.transport import Transport
+from hvd_adaptive.comm.watchdog import watch
 from hvd_adaptive.compressors import CastCompressor, Compression, Compressor, NoCompression
-from hvd_adaptive.control import Control
-from hvd_adaptive.elastic import ElasticReducer, follow, is_elastic
-from hvd_adaptive.exchange import Exchange
-from hvd_adaptive.failure import name_this_rank
+from hvd_adaptive.engine.elastic import ElasticReducer, follow, is_elastic
+from hvd_adaptive.engine.exchange import Exchange
+from hvd_adaptive.engine.reducer import Options, Reducer
+from hvd_adaptive.engine.routing import CompressionConfig, Spec, check_dtypes, parse_as, unfit_dtypes
 from hvd_adaptive.feedback import Feedback
-from hvd_adaptive.pilot import Pilot, check_own_levels
 from hvd_adaptive.planning import Plan, Recipe
-from hvd_adaptive.reducer import Options, Reducer
-from hvd_adaptive.routing import Choice, Spec, check_dtypes, parse_as, unfit_dtypes
 from hvd_adaptive.telemetry import Meter, Telemetry
-from hvd_adaptive.transport import Transport
-from hvd_adaptive.watchdog import watch
 
 # Horovod asks for this module's name to know its own optimizer (see _Methods).
 _HOROVOD_MODULE: str = hvd.DistributedOptimizer.__module__
@@ -137,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     active = _takes_part(process_set if known else hvd.global_process_set)
     name_this_rank(hvd.rank())
 
-    def check() -> tuple[Choice, Options, list[tuple[str, Parameter]]]:
+    def check() -> tuple[CompressionConfig, Options, list[tuple[str, Parameter]]]:
         _check_process_set(process_set)
         _check_optimizer(optimizer)
         passes = _at_least(1, "backward_passes_per_step", backward_passes_per_step)
@@ -148,7 +148,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         if active:
             trained = {name: parameter.dtype for name, parameter in named if parameter.requires_grad}
             check_dtypes(unfit_dtypes(trained))
-        choice = Choice.of(_from_horovod(compression), overrides, feedback)
+        choice = CompressionConfig.of(_from_horovod(compression), overrides, feedback)
         choice.check_patterns([name for name, _ in named])
         _check_momentum(choice, optimizer)
         if op == hvd.Adasum and not _is_plain(choice, warmup_steps):
@@ -168,7 +168,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         )
         return choice, options, named
 
-    def digest(built: tuple[Choice, Options, list[tuple[str, Parameter]]]) -> dict[str, str]:
+    def digest(built: tuple[CompressionConfig, Options, list[tuple[str, Parameter]]]) -> dict[str, str]:
         return {
             "op": _OPERATIONS.get(op, str(op)),
             "seed": str(int(seed)),
@@ -197,11 +197,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     transport = Transport(op, process_set, float(gradient_predivide_factor))
     exchange = Exchange(transport, meter, f"hva.{number}", int(seed), hvd.rank())
 
-    def new_pilot() -> Pilot | None:
+    def new_controller() -> AdaptationController | None:
         if not active or options.planner is None:
             return None
         name = f"hva.{number}.plan"
-        return Pilot(
+        return AdaptationController(
             options.planner,
             HorovodChannel(name, process_set) if elastic else open_channel(name, control, process_set),
             meter,
@@ -211,13 +211,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             exchange.states,
         )
 
-    parts = named, choice, options, control, exchange, active, new_pilot()
+    parts = named, choice, options, control, exchange, active, new_controller()
     reducer: Reducer
     if elastic:
         reducer = ElasticReducer(
             *parts,
             agree=lambda: control.agree("DistributedOptimizer", lambda: built, digest),
-            new_pilot=new_pilot,
+            new_controller=new_controller,
             configure=lambda size: meter.configuration(_configuration(digest(built), size)),
         )
     else:
@@ -359,7 +359,7 @@ class _Methods:
             RuntimeError: gradients have arrived that have not been reduced.
         """
         self._reducer.choose(
-            lambda before: Choice.of(_from_horovod(compression), overrides, before.feedback)
+            lambda before: CompressionConfig.of(_from_horovod(compression), overrides, before.feedback)
         )
 
     def compression_state_dict(self) -> dict[str, Any]:
@@ -477,7 +477,7 @@ _LEAST_FACTOR = 2.0**-126
 """The least normal float32, whose inverse is finite."""
 
 
-def _check_momentum(choice: Choice, optimizer: torch.optim.Optimizer) -> None:
+def _check_momentum(choice: CompressionConfig, optimizer: torch.optim.Optimizer) -> None:
     """Refuse momentum that would be applied twice."""
     if choice.feedback is None or not choice.feedback.for_dense:
         return
@@ -556,7 +556,7 @@ def _open_meter(
 
 
 def _recipe(
-    planner: str | Recipe | None, choice: Choice, candidates: Sequence[Compressor]
+    planner: str | Recipe | None, choice: CompressionConfig, candidates: Sequence[Compressor]
 ) -> Recipe | None:
     """The planner; ValueError if there is nothing that it could decide, or more than it can."""
     if planner is None:
@@ -567,7 +567,7 @@ def _recipe(
             f"planner={planner!r} has nothing to decide: no compressor here has levels for each layer. "
             "Name one, such as compression='topk:density=0.01'"
         )
-    check_own_levels(recipe, choice, candidates)
+    check_per_rank_levels(recipe, choice, candidates)
     return recipe
 
 
@@ -651,12 +651,14 @@ def _from_horovod(compression: Any) -> Spec:
     return compression  # type: ignore[no-any-return]
 
 
-def _is_plain(choice: Choice, warmup_steps: int) -> bool:
+def _is_plain(choice: CompressionConfig, warmup_steps: int) -> bool:
     """Whether nothing is compressed at all."""
     return all(isinstance(each, NoCompression) for each in choice.compressors) and warmup_steps == 0
 
 
-def _digest(choice: Choice, options: Options, named: Sequence[tuple[str, Parameter]]) -> dict[str, str]:
+def _digest(
+    choice: CompressionConfig, options: Options, named: Sequence[tuple[str, Parameter]]
+) -> dict[str, str]:
     """What must be equal on all ranks, by what a message should call it."""
     digest = choice.digest()
     digest.update({key: str(value) for key, value in vars(options).items()})

@@ -26,7 +26,7 @@ from torch import nn
 
 import hvd_adaptive
 from agreement import RunError, agree
-from hvd_adaptive.keys import mix
+from hvd_adaptive.rng import mix
 
 FORMAT = 2
 KEPT = 2

@@ -327,7 +327,7 @@ set_up_environment() {
 
 # Once and here, because otherwise each of 16 ranks would compile them at its first step.
 warm_kernels() {
-    if [[ -f $root/hvd_adaptive/warm.py ]]; then "$python" -m hvd_adaptive.warm; fi
+    if [[ -f $root/hvd_adaptive/commands/precompile.py ]]; then "$python" -m hvd_adaptive.commands.precompile; fi
 }
 
 # A kernel that does not compile is for the tests to explain: the environment is no worse for it.

@@ -49,7 +49,7 @@ def _ways(holder: Any, key: Any, path: tuple[Any, ...]) -> Iterator[Callable[[ra
 
     others = [3.5, "what", True, {"a": 1}, [1.5], b"x", torch.zeros(3, dtype=torch.int64)]
     wrong = [each for each in others if not _same_kind(each, value)]
-    if value is not None and path != ("pilot",):  # None: nobody has planned yet
+    if value is not None and path != ("controller",):  # None: nobody has planned yet
         wrong.append(None)
     yield lambda draw: holder.__setitem__(key, draw.choice(wrong))
     if isinstance(holder, dict) and not any(part in OPTIONAL for part in path[:-1]):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import hvd_adaptive as hva
-from hvd_adaptive.elastic import is_elastic
+from hvd_adaptive.engine.elastic import is_elastic
 
 FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()  # the tests import the options
 RATE = 0.01

@@ -418,10 +418,10 @@ def shrink(subject: Subject, body: Tensor, where: Place) -> Result:
     x, level = where(0, total, 0.0), member.level * (2 if member.name == "threshold" else 0.3)
     try:
         if len(subject.sizes) == 1:
-            less = member.shrink_(Payload(body, total), x, level).data
+            less = member.recompress_(Payload(body, total), x, level).data
         else:
             levels = [level] * len(subject.sizes)
-            less, _ = member.shrink_layers_(body, x, subject.offsets, levels)
+            less, _ = member.recompress_layers_(body, x, subject.offsets, levels)
     except WireError as error:
         return refused(error), [x]
     before, after = ([torch.zeros(size) for size in subject.sizes] for _ in range(2))

@@ -255,7 +255,7 @@ def warm_kernels() -> None:
 
     Only saves time: where it fails the tests that need kernels fail too, and say it better.
     """
-    command = [sys.executable, "-m", "hvd_adaptive.warm"]
+    command = [sys.executable, "-m", "hvd_adaptive.commands.precompile"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if shown.returncode:
         warnings.warn(f"the kernels could not be warmed:\n{shown.stderr}", stacklevel=2)

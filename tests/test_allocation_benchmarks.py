@@ -99,7 +99,7 @@ def test_the_plans_of_a_run_that_was_stopped_are_those_of_whole_rows(
 
 
 def test_only_settled_steps_of_random_plans_are_recorded(tmp_path: Path) -> None:
-    from hvd_adaptive.planning import StepFacts
+    from hvd_adaptive.planning import StepMeasurements
 
     path = tmp_path / "rows.csv"
     recorder = bucket_costs.Recorder(path, plans=2)
@@ -108,7 +108,7 @@ def test_only_settled_steps_of_random_plans_are_recorded(tmp_path: Path) -> None
             recorder.switches.append(step)
         # a step is told of when the one after it has ended
         nbytes = np.array([float(step)])
-        recorder.observe(StepFacts(step - 1, bucket_bytes=nbytes, sync_seconds=1.0))
+        recorder.observe(StepMeasurements(step - 1, bucket_bytes=nbytes, sync_seconds=1.0))
     rows = bucket_costs.read(path)
     assert rows.plans.tolist() == [1] * 5 + [2] * 5
     assert (rows.nbytes[:, 0] - 1).tolist() == [*range(15, 20), *range(25, 30)]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hvd_adaptive.planning.allocators import (
     DENSE,
     Allocator,
-    Allowance,
-    AsGiven,
+    FollowReference,
     GlobalThreshold,
     KMeans,
+    Limits,
     MinCostKnapsack,
     MinErrorKnapsack,
     Table,
@@ -25,7 +25,14 @@ from hvd_adaptive.planning.allocators import (
 from hvd_adaptive.planning.knapsack import Infeasible
 
 BITS = (8, 6, 4, 3, 2)
-MEMBERS = (Uniform(), MinCostKnapsack(), MinErrorKnapsack(), GlobalThreshold(), KMeans(), AsGiven())
+MEMBERS = (
+    Uniform(),
+    MinCostKnapsack(),
+    MinErrorKnapsack(),
+    GlobalThreshold(),
+    KMeans(),
+    FollowReference(),
+)
 
 
 def table_of(seed: int, layers: int = 8, **changed: Any) -> Table:
@@ -54,9 +61,9 @@ def test_every_allocator_keeps_its_allowance_or_says_that_none_can(
 ) -> None:
     table = table_of(seed)
     most, least = table.bytes(np.zeros(8, np.int64)), table.bytes(table.cheapest())
-    by_bytes = Allowance(max_bytes=least + share * (most - least))
-    for allowed in (Allowance.like(table, table.defaults), by_bytes):
-        if isinstance(member, MinCostKnapsack | AsGiven) and allowed is by_bytes:
+    by_bytes = Limits(max_bytes=least + share * (most - least))
+    for allowed in (Limits.like(table, table.defaults), by_bytes):
+        if isinstance(member, MinCostKnapsack | FollowReference) and allowed is by_bytes:
             continue
         choice = member.allocate(table, allowed)
         assert choice.dtype == np.int64
@@ -72,7 +79,7 @@ def test_bytes_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
     table = table_of(0)
     least = table.bytes(table.cheapest())
     with pytest.raises(Infeasible) as caught:
-        member.allocate(table, Allowance(max_bytes=least - 1))
+        member.allocate(table, Limits(max_bytes=least - 1))
     assert caught.value.least == least
 
 
@@ -80,19 +87,19 @@ def test_bytes_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
 def test_errors_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
     table = table_of(0)
     with pytest.raises(Infeasible):
-        member.allocate(table, Allowance(max_error=table.error(np.zeros(8, np.int64)) / 2))
+        member.allocate(table, Limits(max_error=table.error(np.zeros(8, np.int64)) / 2))
 
 
 def test_an_allocator_names_what_the_budget_lacks() -> None:
     with pytest.raises(ValueError, match="MinCostKnapsack needs a budget that bounds the error"):
-        MinCostKnapsack().allocate(table_of(0), Allowance(max_bytes=1e9))
-    with pytest.raises(ValueError, match="AsGiven needs a budget that has a reference"):
-        AsGiven().allocate(table_of(0), Allowance(max_bytes=1e9))
+        MinCostKnapsack().allocate(table_of(0), Limits(max_bytes=1e9))
+    with pytest.raises(ValueError, match="FollowReference needs a budget that has a reference"):
+        FollowReference().allocate(table_of(0), Limits(max_bytes=1e9))
 
 
 def test_knapsacks_beat_the_uniform_default_where_layers_differ() -> None:
     table = table_of(1)
-    allowed = Allowance.like(table, table.defaults)
+    allowed = Limits.like(table, table.defaults)
     cheaper = MinCostKnapsack().allocate(table, allowed)
     assert table.bytes(cheaper) < 0.9 * table.bytes(table.defaults)
     better = MinErrorKnapsack().allocate(table, allowed)
@@ -104,7 +111,7 @@ def test_weights_move_bytes_to_where_they_cost_less() -> None:
     fields = {"names": "ab", "errors": [[0, 1]] * 2, "sizes": [[8, 4]] * 2, "labels": [["8", "4"]] * 2}
     plain = Table.of(**fields, defaults=[0, 1], dense=[32, 32])  # type: ignore[arg-type]
     priced = Table.of(**fields, defaults=[0, 1], dense=[32, 32], weights=weights)  # type: ignore[arg-type]
-    allowed = Allowance(max_error=1)
+    allowed = Limits(max_error=1)
     assert MinCostKnapsack().allocate(priced, allowed).tolist() == [1, 0]
     assert priced.cost(np.array([1, 0])) == 48
     assert plain.cost(np.array([1, 0])) == 12
@@ -117,9 +124,9 @@ def test_uniform_is_the_most_faithful_label_that_fits() -> None:
     table = table_of(2)
     for index in range(len(BITS)):
         level = np.full(8, index)
-        fits = Allowance(max_bytes=table.bytes(level) * 1.01)
+        fits = Limits(max_bytes=table.bytes(level) * 1.01)
         assert (Uniform().allocate(table, fits) == level).all()
-        assert (Uniform().allocate(table, Allowance.like(table, level)) == level).all()
+        assert (Uniform().allocate(table, Limits.like(table, level)) == level).all()
 
 
 def test_a_layer_without_the_label_takes_what_is_nearest_in_size() -> None:
@@ -168,14 +175,14 @@ def test_k_means_finds_clusters_that_are_far_apart_and_orders_them_by_error_a_by
         sizes=[[n * bits / 8 for bits in BITS] for n in numel],
         dense=4 * numel,
     )
-    choice = KMeans(clusters=3).allocate(table, Allowance(max_bytes=math.inf))
+    choice = KMeans(clusters=3).allocate(table, Limits(max_bytes=math.inf))
     assert choice.tolist() == [0, 0, 2, 2, 4, 0]
 
 
 def test_k_means_is_drawn_towards_the_reference_until_it_fits() -> None:
     table = table_of(5)
-    free = KMeans(clusters=4).allocate(table, Allowance(max_bytes=math.inf))
-    strict = Allowance(table.error(free) / 2, reference=np.zeros(8, np.int64))
+    free = KMeans(clusters=4).allocate(table, Limits(max_bytes=math.inf))
+    strict = Limits(table.error(free) / 2, reference=np.zeros(8, np.int64))
     choice = KMeans(clusters=4).allocate(table, strict)
     assert table.error(choice) <= strict.max_error
     assert (choice <= free).all()
@@ -186,7 +193,7 @@ def test_k_means_is_drawn_towards_the_reference_until_it_fits() -> None:
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_k_means_copes_with_fewer_layers_than_clusters_and_with_equal_ones(layers: int) -> None:
     table = table_of(0, layers, errors=[[1, 2, 3, 4, 5]] * layers, sizes=[[9, 8, 7, 6, 5]] * layers)
-    assert len(KMeans().allocate(table, Allowance(max_bytes=math.inf))) == layers
+    assert len(KMeans().allocate(table, Limits(max_bytes=math.inf))) == layers
 
 
 def test_k_means_needs_two_clusters() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hvd_adaptive.buckets import ALONE_BYTES, build_buckets, check_gathered
 from hvd_adaptive.compressors import parse
+from hvd_adaptive.engine.routing import CompressionConfig, make_plan
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.routing import Choice, make_plan
 
 MIB = 1 << 20
 
@@ -19,8 +19,10 @@ def layers_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> l
     return [Layer(i, f"layer{i}", shape, dtype) for i, shape in enumerate(shapes)]
 
 
-def choice(spec: str, overrides: dict[str, str] | None = None, feedback: str | None = None) -> Choice:
-    return Choice.of(spec, overrides, feedback)
+def choice(
+    spec: str, overrides: dict[str, str] | None = None, feedback: str | None = None
+) -> CompressionConfig:
+    return CompressionConfig.of(spec, overrides, feedback)
 
 
 @given(
@@ -97,7 +99,7 @@ def test_an_unknown_feedback_is_a_mistake() -> None:
 
 def test_overrides_must_be_a_mapping() -> None:
     with pytest.raises(TypeError, match="must map name patterns"):
-        Choice.of("topk", ["*.bias"], None)  # type: ignore[arg-type]
+        CompressionConfig.of("topk", ["*.bias"], None)  # type: ignore[arg-type]
 
 
 def test_biased_compressors_get_error_feedback_by_default() -> None:

@@ -14,11 +14,11 @@ from hvd_adaptive.planning.budgets import (
     Bandwidth,
     Budget,
     BudgetOptions,
-    Regimes,
+    CriticalRegimes,
     Static,
     Throughput,
 )
-from hvd_adaptive.planning.facts import Need, StepFacts, Transfer
+from hvd_adaptive.planning.measurements import Measurement, StepMeasurements, Transfer
 
 FACTORS = [10, 20, 40, 80, 160, 320, 640, 1000, 1280, 2000]
 
@@ -66,9 +66,11 @@ def test_bytes_are_what_the_network_carries_in_the_time_that_is_left() -> None:
         assert not budget.ready
         # a slow step in the warm-up is an outlier; what comes after it does not count
         computing = 3.0 if step == 2 else 0.1
-        budget.observe(StepFacts(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.01)))
+        budget.observe(
+            StepMeasurements(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.01))
+        )
     assert budget.ready
-    budget.observe(StepFacts(5, compute_seconds=9.0, transfers=transfers(5, 1e6, 0.01)))
+    budget.observe(StepMeasurements(5, compute_seconds=9.0, transfers=transfers(5, 1e6, 0.01)))
     # three collectives of 10 ms each leave 0.37 s
     assert budget.allow(table()).max_bytes == pytest.approx(0.37e6, rel=1e-6)
     assert budget.report()["bandwidth_up"] == pytest.approx(1e6, rel=1e-6)
@@ -79,7 +81,7 @@ def test_two_directions_share_the_time() -> None:
     budget = Bandwidth(seconds=0.6, warmup=1).budget()
     for step in range(4):
         up, down = transfers(step, 1e6, 0.0), transfers(step, 4e6, 0.0, "down")
-        budget.observe(StepFacts(step, compute_seconds=0.1, transfers=[*up, *down]))
+        budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=[*up, *down]))
     assert budget.allow(table()).max_bytes == pytest.approx(0.5 / (1e-6 + 0.25e-6), rel=1e-6)
 
 
@@ -88,7 +90,9 @@ def test_the_budget_follows_the_bandwidth() -> None:
     granted = []
     for step in range(60):
         rate = 1e6 if (step // 20) % 2 == 0 else 1e5
-        budget.observe(StepFacts(step, compute_seconds=0.0, transfers=transfers(step, rate, 0.0)))
+        budget.observe(
+            StepMeasurements(step, compute_seconds=0.0, transfers=transfers(step, rate, 0.0))
+        )
         if step % 20 == 19:
             granted.append(budget.allow(table()).max_bytes)
     assert granted == pytest.approx([5e5, 5e4, 5e5], rel=0.01)
@@ -106,7 +110,7 @@ def test_caution_asks_for_less() -> None:
                 Transfer(each.nbytes, each.seconds * rng.uniform(0.8, 1.2))
                 for each in transfers(step, 1e6, 0.0)
             ]
-            budget.observe(StepFacts(step, compute_seconds=0.1, transfers=noisy))
+            budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=noisy))
         granted.append(budget.allow(table()).max_bytes)
     assert 0.8 * granted[0] < granted[1] < 0.99 * granted[0]
 
@@ -114,8 +118,8 @@ def test_caution_asks_for_less() -> None:
 def test_the_margin_follows_the_steps_that_took_too_long() -> None:
     budget = Bandwidth(seconds=0.5, warmup=1, share=0.8, probe=0).budget()
     # 0.4 s of computing is left 0.1 s: 100,000 bytes
-    fast = StepFacts(0, seconds=0.45, compute_seconds=0.4, transfers=transfers(0, 1e6, 0.0))
-    slow = StepFacts(1, seconds=0.55, compute_seconds=0.4, transfers=transfers(1, 1e6, 0.0))
+    fast = StepMeasurements(0, seconds=0.45, compute_seconds=0.4, transfers=transfers(0, 1e6, 0.0))
+    slow = StepMeasurements(1, seconds=0.55, compute_seconds=0.4, transfers=transfers(1, 1e6, 0.0))
     granted = []
     for steps in ([fast], [slow, slow], [slow, slow], [fast, slow], [fast] * 5, [fast] * 20):
         for facts in steps:
@@ -135,7 +139,7 @@ def test_the_wanted_share_of_steps_keeps_the_time_whatever_the_network_does(shar
     for step in range(2000):
         rate = 1e6 * (1 + 0.5 * math.sin(step / 40)) * math.exp(0.1 * rng.standard_normal())
         seconds = nbytes / rate
-        facts = StepFacts(
+        facts = StepMeasurements(
             step, seconds=0.1 + seconds, compute_seconds=0.1, transfers=[Transfer(nbytes, seconds)]
         )
         budget.observe(facts)
@@ -149,7 +153,9 @@ def test_computing_time_is_of_the_last_steps() -> None:
     budget = Bandwidth(seconds=0.5, warmup=5).budget()
     for step in range(20):
         computing = 0.1 if step < 10 else 0.3
-        budget.observe(StepFacts(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.0)))
+        budget.observe(
+            StepMeasurements(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.0))
+        )
     assert budget.allow(table()).max_bytes == pytest.approx(0.2e6, rel=1e-6)
 
 
@@ -159,7 +165,9 @@ def test_what_a_byte_takes_to_be_compressed_counts_as_what_it_takes_to_travel() 
         nbytes = 1e5 if step % 8 < 4 else 3e5
         moved = [Transfer(nbytes, 0.02 + nbytes / 2e6)]
         computing = 0.1 + nbytes / 5e6
-        budget.observe(StepFacts(step, compute_seconds=computing, nbytes=nbytes, transfers=moved))
+        budget.observe(
+            StepMeasurements(step, compute_seconds=computing, nbytes=nbytes, transfers=moved)
+        )
     # of 0.5 s, 0.12 s are fixed; a byte takes 0.5 us to travel and 0.2 us to be compressed
     assert budget.allow(table()).max_bytes == pytest.approx(0.38 / 0.7e-6, rel=1e-6)
 
@@ -171,7 +179,7 @@ def test_a_bandwidth_that_bytes_follow_is_told_from_latency_by_probing(probe: in
     for step in range(600):
         rate = 1e7 * (1 + 0.8 * math.sin(step / 25))
         seconds = (0.1 + nbytes / rate) * math.exp(0.05 * rng.standard_normal())
-        facts = StepFacts(
+        facts = StepMeasurements(
             step, seconds=0.1 + seconds, compute_seconds=0.1, transfers=[Transfer(nbytes, seconds)]
         )
         budget.observe(facts)
@@ -184,7 +192,7 @@ def test_a_bandwidth_that_bytes_follow_is_told_from_latency_by_probing(probe: in
 
 def test_computing_longer_than_the_budget_leaves_no_bytes() -> None:
     budget = Bandwidth(seconds=0.5, warmup=1).budget()
-    budget.observe(StepFacts(0, compute_seconds=0.7, transfers=transfers(0, 1e6, 0.0)))
+    budget.observe(StepMeasurements(0, compute_seconds=0.7, transfers=transfers(0, 1e6, 0.0)))
     assert budget.allow(table()).max_bytes == 0
 
 
@@ -227,7 +235,9 @@ def test_the_papers_resnet_stays_at_1280() -> None:
         factor = budget.factor
         sent.append(factor)
         seconds = 1024 * gain[factor] / wanted[factor]
-        facts = StepFacts(step, seconds=seconds, samples=1024, factor=factor, gains=gains(budget, gain))
+        facts = StepMeasurements(
+            step, seconds=seconds, samples=1024, factor=factor, gains=gains(budget, gain)
+        )
         budget.observe(facts)
     # the very first step has no history: dense
     assert sent[0] == 1
@@ -263,7 +273,9 @@ def test_a_trace_by_hand() -> None:
     factor = budget.factor
     assert (factor, budget.factors) == (1.0, (10.0, 20.0, 40.0))
     for step, (measured, seconds, expected, factors) in enumerate(rows):
-        budget.observe(StepFacts(step, seconds=seconds, samples=8, factor=factor, gains=measured))
+        budget.observe(
+            StepMeasurements(step, seconds=seconds, samples=8, factor=factor, gains=measured)
+        )
         factor = budget.factor
         assert factor == expected, step
         assert budget.factors == factors, step
@@ -287,7 +299,7 @@ def test_a_trace_by_hand() -> None:
 def test_the_level_that_nobody_chose_is_left_once_a_gain_is_known(gain: float) -> None:
     budget = Throughput(theta_min=10, epsilon=0.7).budget(4)
     assert not budget.urgent
-    budget.observe(StepFacts(0, gains={10.0: gain, 20.0: gain}))
+    budget.observe(StepMeasurements(0, gains={10.0: gain, 20.0: gain}))
     assert budget.urgent  # also for dense gradients
     restored = Throughput(theta_min=10, epsilon=0.7).budget(4)
     restored.load_state_dict(json.loads(json.dumps(budget.state_dict())))
@@ -299,16 +311,16 @@ def test_the_level_that_nobody_chose_is_left_once_a_gain_is_known(gain: float) -
 def test_the_exact_order_decides_with_the_gains_of_the_step_itself() -> None:
     options = Throughput(theta_min=10, window=100, exact=True)
     budget = options.budget(100)  # no smoothing
-    assert budget.needs == {Need.GAINS, Need.GAINS_FIRST}
-    assert Throughput().budget().needs == {Need.GAINS}
+    assert budget.needs == {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND}
+    assert Throughput().budget().needs == {Measurement.GAINS}
     for step, measured, expected in (
         (0, {10.0: 0.9, 20.0: 0.8}, 20.0),
         (1, {10.0: 0.9, 20.0: 0.6}, 10.0),
         (2, {10.0: 0.6, 20.0: 0.5}, 1.0),
     ):
-        budget.observe(StepFacts(step, gains=measured))
+        budget.observe(StepMeasurements(step, gains=measured))
         assert budget.factor == expected
-        budget.observe(StepFacts(step, seconds=1.0, samples=10, factor=expected))
+        budget.observe(StepMeasurements(step, seconds=1.0, samples=10, factor=expected))
     report = budget.report()
     # each with the gain of its own step
     assert (report["throughput_20x"], report["throughput_10x"]) == (8.0, 9.0)
@@ -319,7 +331,7 @@ def test_compression_that_gains_nothing_ends_dense() -> None:
     budget = Throughput(theta_min=10, window=2, epsilon=0.5).budget(100)
     for step in range(4):
         measured = dict.fromkeys(budget.factors, 0.995)
-        budget.observe(StepFacts(step, seconds=1.0, factor=budget.factor, gains=measured))
+        budget.observe(StepMeasurements(step, seconds=1.0, factor=budget.factor, gains=measured))
     assert budget.report()["ideal"] == 1
     assert (budget.factor, budget.factors) == (1.0, ())
     assert reference(budget) == [DENSE, DENSE]
@@ -328,13 +340,13 @@ def test_compression_that_gains_nothing_ends_dense() -> None:
 def test_a_plan_is_urgent_when_the_factor_has_changed() -> None:
     budget = Throughput(theta_min=10).budget(100)
     assert not budget.urgent
-    budget.observe(StepFacts(0, gains={10.0: 0.9, 20.0: 0.8}))
+    budget.observe(StepMeasurements(0, gains={10.0: 0.9, 20.0: 0.8}))
     assert budget.urgent
     assert reference(budget) == [1, 1]
     assert not budget.urgent
-    budget.observe(StepFacts(1, gains={10.0: math.nan, 20.0: math.nan}))  # says nothing
+    budget.observe(StepMeasurements(1, gains={10.0: math.nan, 20.0: math.nan}))  # says nothing
     assert not budget.urgent
-    budget.observe(StepFacts(1, gains={10.0: 0.9, 20.0: 0.1}))
+    budget.observe(StepMeasurements(1, gains={10.0: 0.9, 20.0: 0.1}))
     assert budget.urgent
     assert reference(budget) == [0, 0]
 
@@ -344,7 +356,7 @@ def test_a_plan_is_urgent_when_gains_of_other_factors_are_wanted() -> None:
     budget = Throughput(theta_min=10, window=3).budget(100)
     for step in range(3):
         measured = {10.0: 0.9, 20.0: 0.1, 40.0: 0.05}
-        budget.observe(StepFacts(step, seconds=1.0, factor=10.0, gains=measured))
+        budget.observe(StepMeasurements(step, seconds=1.0, factor=10.0, gains=measured))
         assert budget.urgent == (step in (0, 2))  # 10x suffices; 160x is wanted
         if step == 0:
             assert reference(budget) == [0, 0]
@@ -356,9 +368,9 @@ def test_gains_of_every_tenth_step_are_smoothed_as_those_of_ten() -> None:
     one, other = (Throughput(theta_min=10, window=100).budget(4) for _ in range(2))
     for step in range(41):
         measured = {10.0: 0.9 if step == 0 else 0.8}
-        one.observe(StepFacts(step, gains=measured))
+        one.observe(StepMeasurements(step, gains=measured))
         if step % 10 == 0:
-            other.observe(StepFacts(step, gains=measured))
+            other.observe(StepMeasurements(step, gains=measured))
     assert one.report()["gain_10x"] == pytest.approx(0.8 + 0.1 * 0.96**40)
     assert other.report()["gain_10x"] == pytest.approx(one.report()["gain_10x"])
 
@@ -367,14 +379,16 @@ def test_a_slow_first_step_counts_as_one_of_many() -> None:
     budget = Throughput(theta_min=10, window=100).budget(4)
     for step in range(80):
         seconds = 1.0 if step == 0 else 0.1
-        budget.observe(StepFacts(step, seconds=seconds, samples=8, factor=10.0, gains={10.0: 1.0}))
+        budget.observe(
+            StepMeasurements(step, seconds=seconds, samples=8, factor=10.0, gains={10.0: 1.0})
+        )
     assert budget.report()["throughput_10x"] == pytest.approx(80, rel=0.01)
 
 
 def test_steps_of_a_candidate_that_is_gone_are_not_counted_for_another() -> None:
     budget = Throughput(theta_min=10, window=1).budget(100)
-    budget.observe(StepFacts(0, seconds=1.0, gains={10.0: 0.9, 20.0: 0.8}))
-    budget.observe(StepFacts(1, seconds=0.1, factor=20.0))  # late: 40 is tried now
+    budget.observe(StepMeasurements(0, seconds=1.0, gains={10.0: 0.9, 20.0: 0.8}))
+    budget.observe(StepMeasurements(1, seconds=0.1, factor=20.0))  # late: 40 is tried now
     assert set(budget.report()) >= {"throughput_1x"}
     assert "throughput_20x" not in budget.report()
 
@@ -383,7 +397,7 @@ def test_steps_of_a_candidate_that_is_gone_are_not_counted_for_another() -> None
 
 
 def test_regimes_by_hand() -> None:
-    budget = Regimes(eta=0.5, low=4.0, high=0.25).budget()
+    budget = CriticalRegimes(eta=0.5, low=4.0, high=0.25).budget()
     low, high = 0, 4  # 200 bytes are the default's: 800 and 50
     assert reference(budget) == [low, low]  # nothing is known
     for norms, expected in (
@@ -395,33 +409,33 @@ def test_regimes_by_hand() -> None:
         (((1.45, 1.0), (1.45, 1.0)), [high, low]),
     ):
         for step in norms:
-            budget.observe(StepFacts(0, energy=np.square(step)))
+            budget.observe(StepMeasurements(0, energy=np.square(step)))
         assert reference(budget) == expected
     assert budget.report() == {"critical": 0.5}
 
 
 def test_a_fall_of_the_learning_rate_is_critical_for_all_layers_at_once() -> None:
-    budget = Regimes().budget()
+    budget = CriticalRegimes().budget()
     for rate in (0.1, 0.1, 0.099, 0.098):  # as a schedule that falls with every step
-        budget.observe(StepFacts(0, energy=np.ones(2), learning_rate=rate))
+        budget.observe(StepMeasurements(0, energy=np.ones(2), learning_rate=rate))
         reference(budget)
         assert not budget.urgent
-    budget.observe(StepFacts(0, energy=np.ones(2), learning_rate=0.01))
+    budget.observe(StepMeasurements(0, energy=np.ones(2), learning_rate=0.01))
     assert budget.urgent
     assert reference(budget) == [1, 1]
     assert not budget.urgent
-    budget.observe(StepFacts(0, energy=np.ones(2), learning_rate=0.01))
+    budget.observe(StepMeasurements(0, energy=np.ones(2), learning_rate=0.01))
     assert reference(budget) == [3, 3]
 
 
 def test_energies_that_are_not_finite_are_left_out_and_others_must_fit() -> None:
-    budget = Regimes().budget()
+    budget = CriticalRegimes().budget()
     for energy in ([1.0, 1.0], [math.inf, 1.0], [math.nan, 1.0]):
-        budget.observe(StepFacts(0, energy=np.array(energy)))
+        budget.observe(StepMeasurements(0, energy=np.array(energy)))
     reference(budget)
-    budget.observe(StepFacts(0, energy=np.ones(2)))
+    budget.observe(StepMeasurements(0, energy=np.ones(2)))
     assert reference(budget) == [3, 3]
-    budget.observe(StepFacts(0, energy=np.ones(3)))
+    budget.observe(StepMeasurements(0, energy=np.ones(3)))
     with pytest.raises(ValueError, match="energies of 3 layers, but the table has 2"):
         budget.allow(table())
 
@@ -432,12 +446,12 @@ ALL: list[BudgetOptions] = [
     Static(),
     Bandwidth(seconds=0.5, warmup=3),
     Throughput(window=4, policy="geometric"),
-    Regimes(),
+    CriticalRegimes(),
 ]
 
 
-def random_facts(budget: Budget, rng: np.random.Generator, step: int) -> StepFacts:
-    return StepFacts(
+def random_facts(budget: Budget, rng: np.random.Generator, step: int) -> StepMeasurements:
+    return StepMeasurements(
         step,
         seconds=float(rng.uniform(0.5, 1)),
         compute_seconds=0.1,
@@ -480,8 +494,8 @@ def test_a_budget_goes_on_from_its_state(options: BudgetOptions, cut: int) -> No
         (lambda: Throughput(epsilon=1.5), "epsilon=1.5"),
         (lambda: Throughput(window=0), "window=0"),
         (lambda: Throughput(policy="linear"), "not one of exponential, geometric"),
-        (lambda: Regimes(eta=0), "eta=0"),
-        (lambda: Regimes(low=0.1), "low=0.1"),
+        (lambda: CriticalRegimes(eta=0), "eta=0"),
+        (lambda: CriticalRegimes(low=0.1), "low=0.1"),
     ],
 )
 def test_options_out_of_their_range_are_refused(make: Any, message: str) -> None:

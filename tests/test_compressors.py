@@ -365,9 +365,9 @@ def test_tensors_with_gaps_are_refused_or_give_what_contiguous_ones_do(spec: str
         assert found == compressor.errors(sample(64), [level]).tolist()
     if isinstance(compressor, MultiLevel):
         with pytest.raises(ValueError, match="1-D contiguous float32"):
-            compressor.shrink_(payload, torch.zeros(128)[::2], level)
+            compressor.recompress_(payload, torch.zeros(128)[::2], level)
         with pytest.raises(WireError):
-            compressor.shrink_(payload, torch.zeros(63), level)
+            compressor.recompress_(payload, torch.zeros(63), level)
 
 
 @member
@@ -447,7 +447,7 @@ def test_extreme_numbers_stay_finite_and_none_is_lost(
     assert size >= 0
     if isinstance(compressor, MultiLevel):
         weaker = 10 * compressor.level if compressor.name == "threshold" else compressor.level / 10
-        again = decoded(compressor, compressor.shrink_(payload, rest, weaker))
+        again = decoded(compressor, compressor.recompress_(payload, rest, weaker))
         check_nothing_lost(x, again, rest, torch.maximum(reach, again.double().abs()))
 
 
@@ -551,7 +551,7 @@ def test_a_payload_that_is_compressed_again_loses_nothing(spec: str, numel: int)
     rest = x.clone()
     first = compressor.compress_(rest, compressor.level, key=4)
     weaker = 10 * compressor.level if compressor.name == "threshold" else compressor.level / 10
-    second = compressor.shrink_(first, rest, weaker)
+    second = compressor.recompress_(first, rest, weaker)
     sent = decoded(compressor, second)
     scale = float(sent.abs().max()) if numel else 0.0
     torch.testing.assert_close(sent + rest, x, rtol=2**-22, atol=1e-12 + 2**-21 * scale)
@@ -568,7 +568,7 @@ def test_compressing_a_payload_again_selects_what_compressing_at_once_does(spec:
     compressor, x = parse(spec), sample(300_000)
     assert isinstance(compressor, MultiLevel)
     rest, direct = x.clone(), x.clone()
-    twice = compressor.shrink_(compressor.compress_(rest, 0.1, key=3), rest, 0.001)
+    twice = compressor.recompress_(compressor.compress_(rest, 0.1, key=3), rest, 0.001)
     once = compressor.compress_(direct, 0.001, key=3)
     # factors that are multiplied one after the other are rounded twice
     rounding = 2**-22 if "unbiased" in spec else 0.0

@@ -20,7 +20,7 @@ import documents
 from documents import ROOT, Command
 from netlab_base import LabError
 
-NEED_HOROVOD_STARTED = {"hvd_adaptive.optimizer", "hvd_adaptive.start"}
+NEED_HOROVOD_STARTED = {"hvd_adaptive.optimizer", "hvd_adaptive.comm.startup"}
 """tests/distributed runs their examples."""
 OF_EXAMPLES = ("means", "kimad-cgx")
 """Names that only examples in the pages register."""

@@ -8,26 +8,26 @@ from hypothesis import strategies as st
 
 from hvd_adaptive import feedback
 from hvd_adaptive.buckets import Bucket, build_buckets
-from hvd_adaptive.feedback import Memory, Situation
+from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.feedback import FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.routing import Choice
 
 LAYERS = [Layer(i, f"layer{i}", (size,), torch.float32) for i, size in enumerate((3, 1, 0, 4, 2))]
 
 
 def buckets_of(spec: str, names: list[str], cap: float) -> tuple[Bucket, ...]:
     layers = [layer for layer in LAYERS if layer.name in names]
-    routes = Choice.of(spec, None, "ef").routes(layers, frozenset())
+    routes = CompressionConfig.of(spec, None, "ef").routes(layers, frozenset())
     return build_buckets(layers, routes, cap)
 
 
-def memory() -> Memory:
+def memory() -> FeedbackState:
     rule = feedback.parse("ef")
     assert rule is not None
-    return rule.memory(Situation(lambda index: 0.1, lambda: 1))
+    return rule.memory(FeedbackContext(lambda index: 0.1, lambda: 1))
 
 
-def held(of: Memory) -> dict[str, list[float]]:
+def held(of: FeedbackState) -> dict[str, list[float]]:
     return {name: slots[feedback.RESIDUAL].tolist() for name, slots in of.kept().items()}
 
 

@@ -24,7 +24,7 @@ from hvd_adaptive import wire
 from hvd_adaptive.compressors import sparse
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 from hvd_adaptive.kernels import Rule, cpu, for_device, reference, subset
-from hvd_adaptive.keys import mix
+from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import ValueFormat, WireError, write_varint
 
 RULES = pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
@@ -523,7 +523,7 @@ def test_one_layer_that_is_not_finite_stops_the_whole_model_and_nothing_is_lost(
     outs = [torch.zeros(part.size) for part in parts]
     assert kernels.sparse_decompress_add_(body, outs, 1.0, whole=True).tolist() == [1, 1, 1]
     assert all(out.isnan().all() for out in outs)
-    less, stats = kernels.sparse_shrink_(
+    less, stats = kernels.sparse_recompress_(
         body, x, offsets_of(parts), np.array([2]), ValueFormat.bf16, whole=True
     )
     assert torch.equal(less, body)
@@ -579,7 +579,7 @@ def test_what_shrinking_drops_goes_back_and_both_modules_agree(
     for kernels in (cpu, reference):
         rest = x.clone()
         counts = counts_of(spans, share * less)
-        new, stats = kernels.sparse_shrink_(
+        new, stats = kernels.sparse_recompress_(
             old, rest, offsets, counts, values, reserve, rule, limits, whole
         )
         results.append((new[reserve:], rest, stats))
@@ -609,7 +609,7 @@ def test_shrinking_selects_as_from_a_layer_of_the_values(kernels: ModuleType, ru
     x = numbers("normal", 200_000, 26)
     body, rest, stats = compress(cpu, x, 100_000, ValueFormat.bf16)
     left = torch.from_numpy(rest)
-    less, stats = kernels.sparse_shrink_(
+    less, stats = kernels.sparse_recompress_(
         body,
         left,
         np.array([0, x.size]),
@@ -909,7 +909,7 @@ def test_the_largest_number_that_is_not_sent_after_all_does_not_become_infinite(
     largest = float(torch.finfo(torch.float32).max)
     x = torch.tensor([8 * unit, 4 * unit, 2 * unit, largest])
     body, _ = kernels.sparse_compress_(x, one_layer, np.array([4]), ValueFormat.sign)
-    kernels.sparse_shrink_(body, x, one_layer, np.array([1]), ValueFormat.sign)
+    kernels.sparse_recompress_(body, x, one_layer, np.array([1]), ValueFormat.sign)
     assert x[3] == largest
 
 
@@ -1162,7 +1162,7 @@ def outcome(kernels: ModuleType, body: Tensor) -> tuple[str, list[list[int]]]:
     for act in (
         lambda: kernels.sparse_decompress_add_(body, outs, 1.0),
         lambda: kernels.sparse_clear_(body, cleared),
-        lambda: kernels.sparse_shrink_(body, x, offsets, np.array([9, 5, 1, 90]), ValueFormat.bf16),
+        lambda: kernels.sparse_recompress_(body, x, offsets, np.array([9, 5, 1, 90]), ValueFormat.bf16),
     ):
         try:
             message += str(act())
@@ -1459,7 +1459,7 @@ def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> N
 
 
 def test_warm_says_how_long_it_took() -> None:
-    command = [sys.executable, "-m", "hvd_adaptive.warm"]
+    command = [sys.executable, "-m", "hvd_adaptive.commands.precompile"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "kernels ready after" in done.stdout
 

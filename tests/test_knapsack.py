@@ -17,8 +17,8 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
+from hvd_adaptive.adaptation.candidates import candidates_of, table_of
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.compressors.candidates import candidates_of, table_of
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import knapsack
 from hvd_adaptive.planning.knapsack import Infeasible, equal_slopes, min_cost, min_error, total

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 
 from hvd_adaptive.compressors import distributions
-from hvd_adaptive.compressors import levels as module
+from hvd_adaptive.compressors import level_fitting as module
 from hvd_adaptive.compressors.base import Float64s
 from hvd_adaptive.compressors.distributions import Mixture, Table, block_statistics, merge, model
-from hvd_adaptive.compressors.levels import (
+from hvd_adaptive.compressors.level_fitting import (
     LearnedLevels,
     amq,
     coordinate_descent,

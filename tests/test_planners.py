@@ -21,18 +21,18 @@ from hvd_adaptive.planning import (
     DENSE,
     REGISTRY,
     Decision,
-    Facts,
-    Need,
+    Measurement,
     Planner,
-    StepFacts,
+    PlanningInput,
+    StepMeasurements,
     Table,
     Transfer,
     parse,
 )
-from hvd_adaptive.planning.allocators import Allowance, AsGiven, GlobalThreshold, MinErrorKnapsack
+from hvd_adaptive.planning.allocators import FollowReference, GlobalThreshold, Limits, MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Bandwidth, Budget, Static
 from hvd_adaptive.planning.knapsack import Infeasible
-from hvd_adaptive.planning.planners import Pricing, format_recipe
+from hvd_adaptive.planning.recipes import Pricing, format_recipe
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FACTORS = np.array([10.0, 20, 40, 80, 160, 320, 640, 1000])
@@ -60,9 +60,11 @@ def table(seed: int = 0) -> Table:
 BUCKETS = np.array([0, 0, 1, 1, 2, 2])
 
 
-def step_facts(planner: Planner, rng: np.random.Generator, step: int, factor: float) -> StepFacts:
+def step_facts(
+    planner: Planner, rng: np.random.Generator, step: int, factor: float
+) -> StepMeasurements:
     """Everything that any planner asks for."""
-    return StepFacts(
+    return StepMeasurements(
         step,
         seconds=float(rng.uniform(0.5, 1)),
         compute_seconds=0.1,
@@ -84,7 +86,7 @@ def drive(planner: Planner, steps: range, seed: int = 0) -> list[Decision]:
     for step in steps:
         planner.observe(step_facts(planner, np.random.default_rng([seed, step]), step, factor))
         if planner.due(step):
-            found.append(planner.plan(Facts(step, table(step // 50), BUCKETS)))
+            found.append(planner.plan(PlanningInput(step, table(step // 50), BUCKETS)))
             factor = found[-1].factor
     return found
 
@@ -130,7 +132,7 @@ def drive_on(planner: Planner, steps: range, factor: float) -> list[Decision]:
     for step in steps:
         planner.observe(step_facts(planner, np.random.default_rng([0, step]), step, factor))
         if planner.due(step):
-            found.append(planner.plan(Facts(step, table(step // 50), BUCKETS)))
+            found.append(planner.plan(PlanningInput(step, table(step // 50), BUCKETS)))
             factor = found[-1].factor
     return found
 
@@ -161,22 +163,22 @@ def test_what_is_misspelt_lists_what_there_is() -> None:
 
 def test_needs_are_those_of_the_parts() -> None:
     needs = {name: parse(spec).planner().needs for name, spec in SPECS.items()}
-    assert needs["lgreco"] == needs["cgx"] == {Need.ERRORS}
-    assert needs["lgreco-time"] == {Need.ERRORS, Need.BUCKETS}
-    assert needs["kimad"] == needs["kimad+"] == {Need.ERRORS, Need.TRANSFERS}
+    assert needs["lgreco"] == needs["cgx"] == {Measurement.ERRORS}
+    assert needs["lgreco-time"] == {Measurement.ERRORS, Measurement.BUCKETS}
+    assert needs["kimad"] == needs["kimad+"] == {Measurement.ERRORS, Measurement.TRANSFERS}
     own = parse("kimad+:seconds=1,per_worker=true").planner().needs
-    assert own == {Need.ERRORS, Need.TRANSFERS, Need.OWN_ERRORS}
-    assert needs["gravac"] == {Need.GAINS}
-    assert needs["gravac+lgreco"] == {Need.GAINS, Need.ERRORS}
-    assert needs["accordion"] == {Need.ENERGY, Need.LEARNING_RATE}
-    assert needs["accordion+lgreco"] == needs["accordion"] | {Need.ERRORS}
+    assert own == {Measurement.ERRORS, Measurement.TRANSFERS, Measurement.PER_RANK_ERRORS}
+    assert needs["gravac"] == {Measurement.GAINS}
+    assert needs["gravac+lgreco"] == {Measurement.GAINS, Measurement.ERRORS}
+    assert needs["accordion"] == {Measurement.ENERGY, Measurement.LEARNING_RATE}
+    assert needs["accordion+lgreco"] == needs["accordion"] | {Measurement.ERRORS}
 
 
 # --- what each is for -----------------------------------------------------------------------------
 
 
 def test_lgreco_sends_less_than_the_default_and_loses_no_more() -> None:
-    decision = parse("lgreco").planner().plan(Facts(0, table()))
+    decision = parse("lgreco").planner().plan(PlanningInput(0, table()))
     default = table().defaults
     assert decision.report["bytes"] < 0.9 * table().bytes(default)
     assert decision.report["error"] <= table().error(default)
@@ -215,13 +217,13 @@ def own_tables(ranks: int) -> tuple[Table, list[Table]]:
 class Bytes(Budget):
     """So many, and levels for each rank."""
 
-    needs = frozenset({Need.OWN_ERRORS})
+    needs = frozenset({Measurement.PER_RANK_ERRORS})
 
     def __init__(self, nbytes: float) -> None:
         self.nbytes = nbytes
 
-    def allow(self, table: Table) -> Allowance:
-        return Allowance(max_bytes=self.nbytes)
+    def allow(self, table: Table) -> Limits:
+        return Limits(max_bytes=self.nbytes)
 
 
 @pytest.mark.parametrize("share", [1 / 900, 1 / 100, 1 / 40, 1 / 12])
@@ -229,8 +231,8 @@ def test_levels_of_each_rank_lose_least_within_the_same_bytes(share: float) -> N
     mean, own = own_tables(3)
     allowed = share * 2 * float(mean.dense.sum())
     planner = Planner(Bytes(allowed), MinErrorKnapsack(bins=10_000))
-    assert Need.OWN_ERRORS in planner.needs
-    decision = planner.plan(Facts(0, mean, own=tuple(own)))
+    assert Measurement.PER_RANK_ERRORS in planner.needs
+    decision = planner.plan(PlanningInput(0, mean, own=tuple(own)))
     assert len(decision.own) == 3
     for each, choice in zip(own, decision.own, strict=True):
         everything = np.array(list(itertools.product(range(len(FACTORS)), repeat=LAYERS)))
@@ -251,12 +253,14 @@ def test_levels_of_each_rank_lose_least_within_the_same_bytes(share: float) -> N
 
 def test_levels_of_each_rank_where_all_is_dense_or_a_rank_saw_nothing() -> None:
     mean, own = own_tables(2)
-    dense = Planner(Bytes(math.inf), MinErrorKnapsack()).plan(Facts(0, mean, own=tuple(own)))
+    dense = Planner(Bytes(math.inf), MinErrorKnapsack()).plan(PlanningInput(0, mean, own=tuple(own)))
     assert dense.own == ()
     assert (dense.levels == DENSE).all()
     blind = replace(own[0], errors=tuple(np.zeros(len(FACTORS)) for _ in range(LAYERS)))
     allowed = float(mean.dense.sum()) / 20
-    decision = Planner(Bytes(allowed), MinErrorKnapsack()).plan(Facts(0, mean, own=(blind, own[1])))
+    decision = Planner(Bytes(allowed), MinErrorKnapsack()).plan(
+        PlanningInput(0, mean, own=(blind, own[1]))
+    )
     assert decision.own[0].tolist() == decision.levels.tolist()
 
 
@@ -284,11 +288,11 @@ def test_gravac_plans_when_its_factor_changes_and_only_then() -> None:
 
 
 def test_a_reference_that_nothing_can_keep_stays() -> None:
-    class Fussy(AsGiven):
-        def allocate(self, table: Table, allowed: Allowance) -> np.ndarray:
+    class Fussy(FollowReference):
+        def allocate(self, table: Table, allowed: Limits) -> np.ndarray:
             raise Infeasible("error", allowed.max_error, math.inf)
 
-    decision = Planner(Static().budget(), Fussy()).plan(Facts(0, table()))
+    decision = Planner(Static().budget(), Fussy()).plan(PlanningInput(0, table()))
     assert (decision.levels == table().defaults).all()
     assert "the reference stays: the least total error is inf" in decision.reasons[0]
 
@@ -298,7 +302,7 @@ def test_any_budget_goes_with_any_allocator() -> None:
     (decision, *_) = drive(planner, range(6))
     assert 0 < decision.report["bytes"] <= decision.report["max_bytes"]
     planner = Planner(Static().budget(), MinErrorKnapsack())
-    decision = planner.plan(Facts(0, table()))
+    decision = planner.plan(PlanningInput(0, table()))
     assert decision.report["bytes"] <= table().bytes(table().defaults)
     assert decision.report["error"] < table().error(table().defaults)
 
@@ -313,7 +317,7 @@ def test_plans_come_every_period_from_when_the_budget_is_ready() -> None:
         planner.observe(step_facts(planner, np.random.default_rng(step), step, 1.0))
         if planner.due(step):
             due.append(step)
-            planner.plan(Facts(step, table()))
+            planner.plan(PlanningInput(step, table()))
     assert due == [4, 8, 12, 16]
 
 
@@ -324,7 +328,7 @@ def test_a_fall_of_the_learning_rate_does_not_wait_for_the_period() -> None:
         planner.observe(step_facts(planner, np.random.default_rng(step), step, 1.0))
         if planner.due(step):
             due.append(step)
-            planner.plan(Facts(step, table()))
+            planner.plan(PlanningInput(step, table()))
     assert due == [0, 50, 60, 110]
 
 
@@ -340,58 +344,60 @@ def taught(spec: str, true: list[float]) -> Planner:
     planner, rng = parse(spec).planner(), np.random.default_rng(0)
     for step in range(100):
         sent = rng.uniform(1e3, 1e5, 3)
-        planner.observe(StepFacts(step, bucket_bytes=sent, sync_seconds=0.01 + float(sent @ true)))
+        planner.observe(
+            StepMeasurements(step, bucket_bytes=sent, sync_seconds=0.01 + float(sent @ true))
+        )
     return planner
 
 
 def test_time_is_saved_where_a_byte_takes_longest() -> None:
-    even = parse("lgreco").planner().plan(Facts(0, table()))
-    decision = taught("lgreco-time", [1e-9, 1e-9, 1e-7]).plan(Facts(100, table(), BUCKETS))
+    even = parse("lgreco").planner().plan(PlanningInput(0, table()))
+    decision = taught("lgreco-time", [1e-9, 1e-9, 1e-7]).plan(PlanningInput(100, table(), BUCKETS))
     assert bytes_by_bucket(decision)[2] < bytes_by_bucket(even)[2]
     assert decision.report["error"] <= decision.report["max_error"]
     assert "explain 1.000" in decision.reasons[0]
 
 
 def test_equal_times_give_the_plan_of_bytes() -> None:
-    even = parse("lgreco").planner().plan(Facts(0, table()))
-    decision = taught("lgreco-time", [1e-8] * 3).plan(Facts(100, table(), BUCKETS))
+    even = parse("lgreco").planner().plan(PlanningInput(0, table()))
+    decision = taught("lgreco-time", [1e-8] * 3).plan(PlanningInput(100, table(), BUCKETS))
     assert decision.report["bytes"] == pytest.approx(even.report["bytes"], rel=0.01)
 
 
 def test_bytes_count_until_times_are_known() -> None:
     planner = parse("lgreco-time").planner()
-    decision = planner.plan(Facts(0, table(), BUCKETS))
+    decision = planner.plan(PlanningInput(0, table(), BUCKETS))
     assert "no times of these buckets yet" in decision.reasons[0]
-    assert (decision.levels == parse("lgreco").planner().plan(Facts(0, table())).levels).all()
-    decision = taught("lgreco-time", [0.0] * 3).plan(Facts(100, table(), BUCKETS))
+    assert (decision.levels == parse("lgreco").planner().plan(PlanningInput(0, table())).levels).all()
+    decision = taught("lgreco-time", [0.0] * 3).plan(PlanningInput(100, table(), BUCKETS))
     assert "do not depend" in decision.reasons[0]
 
 
 def test_linear_prices_spare_the_last_buckets() -> None:
-    even = parse("lgreco").planner().plan(Facts(0, table()))
-    linear = parse("lgreco:prices=linear").planner().plan(Facts(0, table(), BUCKETS))
+    even = parse("lgreco").planner().plan(PlanningInput(0, table()))
+    linear = parse("lgreco:prices=linear").planner().plan(PlanningInput(0, table(), BUCKETS))
     assert bytes_by_bucket(linear)[0] > bytes_by_bucket(even)[0]
     assert bytes_by_bucket(linear) @ [1, 2, 3] <= bytes_by_bucket(even) @ [1, 2, 3]
 
 
 def test_prices_by_bucket_need_the_buckets() -> None:
     with pytest.raises(ValueError, match="needs the bucket of every layer"):
-        parse("lgreco:prices=linear").planner().plan(Facts(0, table()))
+        parse("lgreco:prices=linear").planner().plan(PlanningInput(0, table()))
 
 
 def test_random_plans_come_first_and_teach_the_times() -> None:
     planner = parse("lgreco-time:trials=20,trial_steps=8,period=100").planner()
-    assert Need.BUCKETS in planner.needs
+    assert Measurement.BUCKETS in planner.needs
     due, true = [], np.array([1e-9, 5e-8, 1e-9])
     sent, changed = np.full(3, 1e4), -10
     for step in range(200):
         # the first steps after a switch are slow, and must not count
         slow = 10.0 if step <= changed + 5 else 1.0
         planner.observe(
-            StepFacts(step, bucket_bytes=sent, sync_seconds=(0.01 + float(sent @ true)) * slow)
+            StepMeasurements(step, bucket_bytes=sent, sync_seconds=(0.01 + float(sent @ true)) * slow)
         )
         if planner.due(step):
-            decision = planner.plan(Facts(step, table(), BUCKETS))
+            decision = planner.plan(PlanningInput(step, table(), BUCKETS))
             sent, changed = bytes_by_bucket(decision), step
             due.append(step)
     assert due == [8 * trial for trial in range(21)]
@@ -402,7 +408,7 @@ def test_random_plans_come_first_and_teach_the_times() -> None:
 # --- around ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["allocators", "budgets", "costs", "knapsack", "planners"])
+@pytest.mark.parametrize("name", ["allocators", "budgets", "costs", "knapsack", "recipes"])
 def test_the_examples_in_docstrings_run(name: str) -> None:
     outcome = doctest.testmod(importlib.import_module(f"hvd_adaptive.planning.{name}"))
     assert (outcome.attempted > 0, outcome.failed) == (True, 0)

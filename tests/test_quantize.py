@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive import wire_codes
+from hvd_adaptive.adaptation.candidates import candidates_of, table_of
 from hvd_adaptive.compressors import quantized
-from hvd_adaptive.compressors.candidates import candidates_of, table_of
 from hvd_adaptive.compressors.quantized import (
     ALQ,
     AMQ,
@@ -33,7 +32,8 @@ from hvd_adaptive.kernels import huffman, quantize, quantize_reference
 from hvd_adaptive.kernels.reference import BINS, spectrum
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
-from hvd_adaptive.wire_codes import Damage, Norm, Rounding, Rule, Tables
+from hvd_adaptive.wire import quantized as wire_quantized
+from hvd_adaptive.wire.quantized import Damage, Norm, Rounding, Rule, Tables
 from test_kernels import KINDS, bits, damage, numbers, offsets_of, usual
 
 MODULES = pytest.mark.parametrize("kernels", [quantize_reference, quantize], ids=["reference", "cpu"])
@@ -176,7 +176,8 @@ def test_cpu_and_reference_weigh_the_same(rule: Rule, squared: bool) -> None:
     for kind in KINDS:
         x = torch.from_numpy(numbers(kind, 5000, 6))
         (weights, beyond), (expected, expected_beyond) = (
-            kernels.weigh(x, rule, squared=squared) for kernels in (quantize, quantize_reference)
+            kernels.norm_histogram(x, rule, squared=squared)
+            for kernels in (quantize, quantize_reference)
         )
         np.testing.assert_allclose(weights, expected, rtol=1e-10)
         assert beyond == pytest.approx(expected_beyond, rel=1e-10)
@@ -193,7 +194,7 @@ def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
         codes = np.zeros(numel + 64, np.uint8)
         codes[:numel] = rng.integers(alphabet, size=numel)
         packed = quantize_reference.pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
-        size = wire_codes.packed_bytes(numel, width, alphabet)
+        size = quantized.packed_bytes(numel, width, alphabet)
         assert packed.numel() == size == quantize._packed_bytes(numel, width, alphabet)
         groups = -(-numel // quantize._group(alphabet))
         out = np.zeros(size + 64, np.uint8)
@@ -395,7 +396,7 @@ def test_layers_in_one_call_equal_one_call_each(member: Quantizer) -> None:
     keys = np.arange(len(sizes)).astype(np.uint64) * np.uint64(KEY)
     x = torch.from_numpy(np.concatenate(parts))
     body, stats = member.compress_layers_(x, offsets_of(parts), [member.level] * 6, keys=keys)
-    front = 1 + (wire_codes.book_bytes(int(member.level)) if member.rule.carried else 0)
+    front = 1 + (quantized.book_bytes(int(member.level)) if member.rule.carried else 0)
     together = body[front:].tolist()
     for part, key, energy in zip(parts, keys.tolist(), stats.energy, strict=True):
         one = member.compress_(torch.from_numpy(part.copy()), member.level, key=key).data[front:]
@@ -758,7 +759,9 @@ def test_a_damaged_stream_is_named_with_its_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [wire_codes, quantized, quantize_reference, huffman], ids=lambda module: module.__name__
+    "module",
+    [wire_quantized, quantized, quantize_reference, huffman],
+    ids=lambda module: module.__name__,
 )
 def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:
     results = doctest.testmod(module)
@@ -776,9 +779,9 @@ def test_expectations_of_all_widths_in_one_scan_are_those_of_each(
     tables = compressor.tables(compressor.widths, None)
     widths = [width for width in compressor.widths if tables.alphabets[width]]
     for squared in (True, False):
-        weights, _ = quantize.weigh(x, compressor.rule, squared=squared)
-        errors, counts = quantize.expected_at(weights, tables, widths)
-        each_error, each_count = quantize_reference.expected_at(weights, tables, widths)
+        weights, _ = quantize.norm_histogram(x, compressor.rule, squared=squared)
+        errors, counts = quantize.expected_error_at(weights, tables, widths)
+        each_error, each_count = quantize_reference.expected_error_at(weights, tables, widths)
         np.testing.assert_allclose(errors, each_error, 1e-12)
         np.testing.assert_allclose(counts, each_count, 1e-9, 1e-12 * weights.sum())
         np.testing.assert_allclose(counts.sum(1), weights.sum(), 1e-9)

@@ -17,7 +17,7 @@ pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 import hvd_adaptive as hva
 import options
 import priority
-from hvd_adaptive.start import NICENESS
+from hvd_adaptive.comm.startup import NICENESS
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
 
@@ -95,8 +95,8 @@ def test_the_example_and_the_benchmark_start_as_the_library_does() -> None:
 
 def test_the_documented_example_runs() -> None:
     found = start(
-        "import doctest, hvd_adaptive.start\n"
-        "outcome = doctest.testmod(hvd_adaptive.start)\n"
+        "import doctest, hvd_adaptive.comm.startup\n"
+        "outcome = doctest.testmod(hvd_adaptive.comm.startup)\n"
         "assert (outcome.attempted, outcome.failed) == (3, 0), outcome"
     )
     assert found["warned"] == []

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from damage import damaged
 from hvd_adaptive import merge_compression_states
+from hvd_adaptive.adaptation.candidates import candidates_of
+from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state
 from hvd_adaptive.compressors import format_spec, parse
-from hvd_adaptive.compressors.candidates import candidates_of
+from hvd_adaptive.engine.routing import CompressionConfig
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import parse as parse_recipe
-from hvd_adaptive.routing import Choice
-from hvd_adaptive.states import STATE_FORMAT, Run, check_state
 
 SPECS = {
     "residual": ("topk:density=0.01,values=bf16", "ef"),
@@ -45,7 +45,7 @@ def state(values: list[float], slot: str = "residual", **changed: Any) -> dict[s
         "learn_next": False,
         "planned": {},
         "codecs": {},
-        "pilot": None,
+        "controller": None,
         **changed,
     }
 
@@ -94,7 +94,7 @@ def test_what_was_given_is_left_alone() -> None:
         ([state([1.0]), state([1.0], "estimate")], "rank 0 and rank 1 .*: routes is"),
         ([state([1.0]), state([float("nan")])], r"rank 1: .* kept\['w'\]\['residual'\] holds NaN"),
         ([state([1.0]), None], "rank 1: compression state: it is None and no dict"),
-        ([{"format": 5}], "rank 0: compression state: rounds is missing"),
+        ([{"format": 6}], "rank 0: compression state: rounds is missing"),
     ],
 )
 def test_states_that_do_not_belong_together_are_an_error(states: list[Any], message: str) -> None:
@@ -110,12 +110,12 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
     """As a run with a planner would save it, after a decision and with another one on its way."""
     own, other = parse("powersgd:rank=2"), parse("qsgd:bits=4,coding=huffman")
     recipe = parse_recipe(planner)
-    run = Run(LAYERS, Choice.of(own, None, "ef"), 0, recipe, (other,), ranks=2)
+    run = Run(LAYERS, CompressionConfig.of(own, None, "ef"), 0, recipe, (other,), ranks=2)
     rows = {layer.name: candidates_of(layer, [own, other]) for layer in LAYERS[:2]}
     sums = {name: len(row) + 1 + len(other.levels(LAYERS[0])) for name, row in rows.items()}
     chosen = {name: len(row) - 1 for name, row in rows.items()}
     planned = {name: rows[name][index] for name, index in chosen.items()}
-    pilot = {
+    controller = {
         "recipe": type(recipe).__name__,
         "planner": recipe.planner(2).state_dict(),
         "levels": chosen,
@@ -146,7 +146,7 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
                 name: [format_spec(each.compressor), each.level] for name, each in planned.items()
             },
             codecs={"powersgd:rank=1": warm},
-            pilot=pilot,
+            controller=controller,
         ),
         run,
     )

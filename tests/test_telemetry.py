@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.picture import BAND, WIDTH, PlanPicture
 from hvd_adaptive.planning.plan import LayerPlan, Plan
 from hvd_adaptive.telemetry import Meter, Telemetry
+from hvd_adaptive.telemetry.plan_image import BAND, WIDTH, PlanPicture
 
 
 class Clock:

@@ -18,7 +18,15 @@ from rank_launcher import ENVIRONMENT, ROOT, lives
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
-from hvd_adaptive.watchdog import LONGEST, Event, Peer, _First, _Other, own_addresses, stall_seconds
+from hvd_adaptive.comm.watchdog import (
+    LONGEST,
+    Event,
+    Peer,
+    _First,
+    _Other,
+    own_addresses,
+    stall_seconds,
+)
 
 PEERS = [Peer(0, "here", 100), Peer(1, "here", 101), Peer(5, "there", 105)]
 TOKEN = b"of this run"
@@ -209,7 +217,7 @@ import ctypes, json, os, sys, time
 from mpi4py import MPI  # so that Horovod may be started twice
 import horovod.torch as hvd, torch
 import hvd_adaptive as hva
-from hvd_adaptive import watchdog
+from hvd_adaptive.comm import watchdog
 
 folder, seconds = sys.argv[1], float(sys.argv[2])
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive.channel import Channel, Pending
-from hvd_adaptive.control import Control
-from hvd_adaptive.planning.facts import Float64s
-from hvd_adaptive.transport import Request, Transport
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.control_channel import Channel, Pending
+from hvd_adaptive.comm.transport import Request, Transport
+from hvd_adaptive.planning.measurements import Float64s
 
 T = TypeVar("T")
 Combine: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
@@ -226,7 +226,7 @@ class LocalRank:
 
 
 class LocalTransport(Transport):
-    """See :class:`~hvd_adaptive.transport.Transport`; nothing leaves the process."""
+    """See :class:`~hvd_adaptive.comm.transport.Transport`; nothing leaves the process."""
 
     def __init__(self, rank: LocalRank, op: int, gradient_predivide_factor: float = 1.0) -> None:
         super().__init__(op, hvd.global_process_set, gradient_predivide_factor)
@@ -306,7 +306,7 @@ def _alltoall(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class LocalControl(Control):
-    """See :class:`~hvd_adaptive.control.Control`."""
+    """See :class:`~hvd_adaptive.comm.agreement.Control`."""
 
     def __init__(self, rank: LocalRank, name: str) -> None:
         super().__init__(name)
@@ -331,7 +331,7 @@ class LocalControl(Control):
 
 
 class LocalChannel(Channel):
-    """See :class:`~hvd_adaptive.channel.Channel`."""
+    """See :class:`~hvd_adaptive.comm.control_channel.Channel`."""
 
     name = "local"
 

@@ -181,7 +181,7 @@ class Compressor(ABC):
         Args:
             x: float32, 1-D, contiguous; overwritten by the remainder.
             level: one of :meth:`levels`, or any value of the same kind.
-            key: of the random numbers (see :mod:`hvd_adaptive.keys`), where there are any.
+            key: of the random numbers (see :mod:`hvd_adaptive.rng`), where there are any.
             shape: the layer's shape, where that matters; None takes ``x`` as it is.
             state: of :meth:`new_state`; None compresses as at the first step.
 
@@ -248,7 +248,7 @@ class MultiLevel(ABC):
     """A compressor whose payloads can be compressed further without the tensor that they came from."""
 
     @abstractmethod
-    def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
+    def recompress_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Compress a payload again, to ``level`` of the whole layer.
 
         Cost: that of the elements in ``payload``, whatever the layer's size. Source: multi-level

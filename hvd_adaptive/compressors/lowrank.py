@@ -26,8 +26,8 @@ from hvd_adaptive.compressors.base import (
     check_output,
     check_values,
 )
-from hvd_adaptive.keys import mix
 from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import WireError
 
 MAX_RANK = 64

@@ -1,8 +1,8 @@
 """Compressors that send every element in a few bits: a level, times the norm of its block.
 
 They differ in what a block is divided by, in where the levels are, and in whether rounding is random
-(:class:`hvd_adaptive.wire_codes.Rule`); everything else is the same for all of them. Levels of
-compression are bits a value. What travels is described in :mod:`hvd_adaptive.wire_codes`.
+(:class:`hvd_adaptive.wire.quantized.Rule`); everything else is the same for all of them. Levels of
+compression are bits a value. What travels is described in :mod:`hvd_adaptive.wire.quantized`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive import wire_codes
 from hvd_adaptive.compressors.base import (
     CodecState,
     Compressor,
@@ -31,10 +30,11 @@ from hvd_adaptive.compressors.base import (
     Shape,
     check_input,
 )
-from hvd_adaptive.compressors.levels import LearnedLevels
+from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import rounding_for
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.wire_codes import MAX_BITS, MAX_BLOCK, Book, Norm, Rounding, Rule, Tables
+from hvd_adaptive.wire import quantized
+from hvd_adaptive.wire.quantized import MAX_BITS, MAX_BLOCK, Book, Norm, Rounding, Rule, Tables
 
 
 class Quantizer(GatheredCompressor):
@@ -100,7 +100,7 @@ class Quantizer(GatheredCompressor):
         if isinstance(state, LearnedLevels) and state.collecting:
             _observe(state, x, offsets, grads)
         books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
-        front = wire_codes.write_books(books if self.rule.carried else [])
+        front = quantized.write_books(books if self.rule.carried else [])
         room = reserve + (0 if self.shrinks else len(front))
         body, stats = rounding_for(x.device).quantize_compress_(
             x, offsets, bits, self.rule, tables, grads, keys, room, spectra
@@ -127,7 +127,7 @@ class Quantizer(GatheredCompressor):
             book.magnitudes = book.magnitudes if self.rule.carried else None
             book.huffman = codes.get(book.bits)
         used = [book for book in books if self.rule.carried or book.huffman is not None]
-        front = bytearray(reserve) + wire_codes.write_books(used)
+        front = bytearray(reserve) + quantized.write_books(used)
         return torch.cat([torch.frombuffer(front, dtype=torch.uint8), shrunk]).to(layers.device)
 
     def decompress_layers_add_(
@@ -181,8 +181,8 @@ class Quantizer(GatheredCompressor):
             return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
         tables = self.tables(bits, state)
         kernels = rounding_for(x.device)
-        weights, beyond = kernels.weigh(x, self.rule, squared=True)
-        errors, _ = kernels.expected_at(weights, tables, bits)
+        weights, beyond = kernels.norm_histogram(x, self.rule, squared=True)
+        errors, _ = kernels.expected_error_at(weights, tables, bits)
         return cast(Float64s, errors + beyond)
 
     @property
@@ -213,10 +213,10 @@ class Quantizer(GatheredCompressor):
         bits = [self._bits(level) for level in levels]
         tables = self.tables(bits, state)
         most = [self._packed_body(numel, width, int(tables.alphabets[width])) for width in bits]
-        weights, beyond = kernels.weigh(x, self.rule, squared=False)
+        weights, beyond = kernels.norm_histogram(x, self.rule, squared=False)
         if not numel or np.isnan(beyond):
             return np.array(most)
-        _, counts = kernels.expected_at(weights, tables, bits)
+        _, counts = kernels.expected_error_at(weights, tables, bits)
         rows = zip(bits, counts, strict=True)
         saved = [self._saved(row[: tables.alphabets[width]], width, numel) for width, row in rows]
         return np.subtract(most, saved)
@@ -229,7 +229,7 @@ class Quantizer(GatheredCompressor):
         # the length of the stream; and where no table travels, the first byte of a book
         front = 4 + (0 if self.rule.carried else 1)
         coded = front + huffman.expected_bytes(even, numel)
-        return max(0, wire_codes.packed_bytes(numel, bits, counts.size) - coded)
+        return max(0, quantized.packed_bytes(numel, bits, counts.size) - coded)
 
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Exact for packed codes; with Huffman coding an upper bound, which is their size."""
@@ -239,8 +239,8 @@ class Quantizer(GatheredCompressor):
 
     def _packed_body(self, numel: int, bits: int, alphabet: int) -> int:
         """Bytes of a layer alone, whose codes are packed."""
-        books = wire_codes.book_bytes(bits) if self.rule.carried else 0
-        return 1 + books + wire_codes.layer_bytes(numel, bits, alphabet, self.rule)
+        books = quantized.book_bytes(bits) if self.rule.carried else 0
+        return 1 + books + quantized.layer_bytes(numel, bits, alphabet, self.rule)
 
     def _bits(self, level: Level) -> int:
         """A level as a number of bits; ValueError where it is none."""
@@ -655,9 +655,10 @@ class ALQ(_Learned):
 
     Unbiased. Cost: about fourteen copies of the tensor to compress and two to decode, with Huffman
     coding twenty and six; learning is at few steps (see
-    :class:`hvd_adaptive.compressors.levels.LearnedLevels`). Wire: ``bits + 32 / block`` bits a value
-    at most; with Huffman coding the codes' entropy, within 2 % above 0.6 bits. Source: Faghri et al.,
-    "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020), sections 3.1 to 3.3.
+    :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire: at most
+    ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 % above 0.6
+    bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020),
+    sections 3.1 to 3.3.
 
     Args:
         bits: 2 to 8 bits a value.

@@ -132,7 +132,7 @@ class RandomK(LinearCompressor, MultiLevel):
         self._check(payload, out.numel())
         subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
 
-    def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
+    def recompress_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
         check_input(x)
         self._check(payload, x.numel())

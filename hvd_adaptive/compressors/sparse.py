@@ -150,10 +150,10 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         kernels.for_device(body.device).sparse_clear_(body, outs, self.format, self.whole_model)
 
     @final
-    def shrink_layers_(
+    def recompress_layers_(
         self, body: Tensor, x: Tensor, offsets: Int64s, levels: Sequence[Level], reserve: int = 0
     ) -> tuple[Tensor, LayerStats]:
-        """Compress what :meth:`compress_layers_` sent further: see :meth:`shrink_`.
+        """Compress what :meth:`compress_layers_` sent further: see :meth:`recompress_`.
 
         Args:
             body: uint8, 1-D: of one bucket, without a header.
@@ -169,13 +169,13 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
             WireError: the body is damaged or belongs to other layers.
         """
         counts, thresholds = self._selection(offsets, levels)
-        less, stats = kernels.for_device(x.device).sparse_shrink_(
+        less, stats = kernels.for_device(x.device).sparse_recompress_(
             body, x, offsets, counts, self.format, reserve, self.rule, thresholds, self.whole_model
         )
         return less, _layer_stats(stats)
 
     @final
-    def shrink_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
+    def recompress_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Apply the rule to the values in ``payload``, of which the new one holds some."""
         check_input(x)
         if payload.numel != x.numel():
@@ -183,7 +183,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
                 f"{self.name}: a payload of {payload.numel} elements is not that of a tensor of "
                 f"{x.numel()}"
             )
-        data, _ = self.shrink_layers_(payload.data, x, np.array([0, x.numel()]), [level])
+        data, _ = self.recompress_layers_(payload.data, x, np.array([0, x.numel()]), [level])
         return Payload(data, x.numel(), level, payload.key, payload.shape)
 
     @final

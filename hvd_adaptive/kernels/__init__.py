@@ -69,7 +69,7 @@ class Kernels(Protocol):
     ) -> None:
         """Set to 0 where a body holds something."""
 
-    def sparse_shrink_(
+    def sparse_recompress_(
         self,
         body: Tensor,
         x: Tensor,

@@ -105,7 +105,7 @@ __all__ = [
     "sparse_compress_",
     "sparse_decompress_add_",
     "sparse_decompress_sum_",
-    "sparse_shrink_",
+    "sparse_recompress_",
     "spectrum",
     "summary",
 ]
@@ -1675,7 +1675,7 @@ def _shrink_layers(body, size, x, offsets, counts, rule, floors, how, out, stats
     return 0, 0, 0, out - start, count
 
 
-def sparse_shrink_(
+def sparse_recompress_(
     body: Tensor,
     x: Tensor,
     offsets: npt.NDArray[np.int64],
@@ -1686,7 +1686,7 @@ def sparse_shrink_(
     thresholds: npt.NDArray[np.float32] | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
-    """See :func:`hvd_adaptive.kernels.reference.sparse_shrink_`. Releases the GIL.
+    """See :func:`hvd_adaptive.kernels.reference.sparse_recompress_`. Releases the GIL.
 
     Cost: about 6 ns for every value in ``body``.
     """

@@ -40,7 +40,7 @@ from torch import Tensor
 from hvd_adaptive.kernels.cpu import SLACK, _window
 from hvd_adaptive.kernels.intrinsics import compiled, store_u64
 from hvd_adaptive.kernels.quantize import _group, _pack, _packed_bytes, _unpack, quantize_compress_
-from hvd_adaptive.wire_codes import (
+from hvd_adaptive.wire.quantized import (
     HUFFMAN,
     MAX_BITS,
     NONFINITE,

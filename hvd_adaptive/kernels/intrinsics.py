@@ -179,7 +179,7 @@ def _energy(builder: Any, values: Any) -> Any:
     return builder.extract_element(squares, ir.Constant(_I32, 0))
 
 
-def _survey(add: bool) -> Any:
+def _observe_all(add: bool) -> Any:
     """An intrinsic that looks at the 64 float32 at an address; as ``add``, after adding 64 others.
 
     It returns which magnitudes have bits of at least a number, as a uint64, and the energy. Sums are
@@ -298,9 +298,9 @@ def _prefetch(typingctx, address):
 # Annotated because what Numba's decorator returns is called with one argument less than it declares.
 trailing_zeros: Any = intrinsic(_trailing_zeros)
 whole_log2: Any = intrinsic(_whole_log2)
-survey: Any = intrinsic(_survey(add=False))
+survey: Any = intrinsic(_observe_all(add=False))
 """Which of 64 float32 have magnitudes whose bits are at least a number, and their energy."""
-add_and_survey: Any = intrinsic(_survey(add=True))
+add_and_survey: Any = intrinsic(_observe_all(add=True))
 """The same of 64 float32 to which others are added first."""
 in_bin: Any = intrinsic(_in_bin)
 """Which of 64 float32 have magnitudes whose upper 16 bits are those of a number."""

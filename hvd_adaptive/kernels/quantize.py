@@ -51,7 +51,7 @@ from hvd_adaptive.kernels.quantize_reference import (
     check_keys,
 )
 from hvd_adaptive.kernels.reference import check_layers, check_outs, check_spectra
-from hvd_adaptive.wire_codes import (
+from hvd_adaptive.wire.quantized import (
     LEVELS,
     MAX_BITS,
     NONFINITE,
@@ -67,11 +67,11 @@ from hvd_adaptive.wire_codes import (
 )
 
 __all__ = [
-    "expected_at",
+    "expected_error_at",
+    "norm_histogram",
     "quantize_compress_",
     "quantize_decompress_add_",
     "round_at_random_",
-    "weigh",
 ]
 
 TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING = (
@@ -761,7 +761,7 @@ def _find_bins(address, n, norm, bins):
 
 @_kernel
 def _weigh(x, n, rule, squared, norms, weights, bins, work):
-    """See :func:`weigh`; (what saturates; -1 where not finite). ``norms`` has room for all of them.
+    """See :func:`norm_histogram`; (what saturates; -1 if non-finite). ``norms`` holds all of them.
 
     Bins are found block by block, by vector operations, before anything is added to them.
     """
@@ -780,8 +780,8 @@ def _weigh(x, n, rule, squared, norms, weights, bins, work):
     return beyond
 
 
-def weigh(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
-    """See :func:`hvd_adaptive.kernels.quantize_reference.weigh`. Releases the GIL."""
+def norm_histogram(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
+    """See :func:`hvd_adaptive.kernels.quantize_reference.norm_histogram`. Releases the GIL."""
     weights, bins = np.zeros(WEIGHT_BINS), np.empty(rule.block, np.uint32)
     norms = np.empty(rule.norm_bytes(x.numel()) + SLACK, np.uint8)
     work = _work.arrays(rule.block)
@@ -792,7 +792,7 @@ def weigh(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float
 
 @_kernel
 def _expected_at(weights, edges, levels, alphabets, errors, counts):
-    """See :func:`expected_at`. Reads the bins once, by rising shares, for all widths together."""
+    """See :func:`expected_error_at`. Reads the bins once, by rising shares, for all widths together."""
     places = np.empty(alphabets.size, np.int64)
     for k in range(alphabets.size):
         places[k] = np.searchsorted(levels[k, : alphabets[k]], np.float32(0), side="right") - 1
@@ -819,10 +819,10 @@ def _expected_at(weights, edges, levels, alphabets, errors, counts):
             places[k] = j
 
 
-def expected_at(
+def expected_error_at(
     weights: npt.NDArray[np.float64], tables: Tables, bits: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """See :func:`hvd_adaptive.kernels.quantize_reference.expected_at`. Releases the GIL."""
+    """See :func:`hvd_adaptive.kernels.quantize_reference.expected_error_at`. Releases the GIL."""
     errors, counts = np.zeros(len(bits)), np.zeros((len(bits), LEVELS))
     widths = np.asarray(bits, np.int64)
     _expected_at(weights, EDGES, tables.levels[widths], tables.alphabets[widths], errors, counts)
@@ -840,6 +840,6 @@ def warm() -> None:
     rule = Rule(Norm.max, Rounding.uniform)
     body, _ = quantize_compress_(x, offsets, bits, rule, tables, [torch.ones(16)])
     quantize_decompress_add_(body, 0, [torch.zeros(16)], 1.0, rule, tables)
-    weights, _ = weigh(x, rule, squared=True)
-    expected_at(weights, tables, [2])
+    weights, _ = norm_histogram(x, rule, squared=True)
+    expected_error_at(weights, tables, [2])
     round_at_random_(x.bfloat16(), x, 1)

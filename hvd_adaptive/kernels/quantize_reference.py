@@ -21,8 +21,8 @@ from hvd_adaptive.kernels.reference import (
     check_spectrum,
     spectrum,
 )
-from hvd_adaptive.keys import mix
-from hvd_adaptive.wire_codes import (
+from hvd_adaptive.rng import mix
+from hvd_adaptive.wire.quantized import (
     LEVELS,
     MAX_BITS,
     NONFINITE,
@@ -129,7 +129,7 @@ def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor
 
     Number ``i`` is a hash of ``i`` and ``key``: the 32-bit mixer "lowbias32" (Wellons, "Prospecting
     for Hash Functions", 2018), with the lower half of the mixed key before it and the upper half
-    inside. Without :func:`hvd_adaptive.keys.mix`, keys of neighbouring upper halves would be related.
+    inside. Without :func:`hvd_adaptive.rng.mix`, keys of neighbouring upper halves would be related.
 
     Args:
         numel: how many, from the first on.
@@ -211,7 +211,7 @@ def _decoded(codes: Tensor, norms: Tensor, rule: Rule, levels: Tensor) -> Tensor
 
 
 def pack(codes: Tensor, bits: int, alphabet: int) -> Tensor:
-    """The bytes of a layer's codes, int64 (see :mod:`hvd_adaptive.wire_codes`).
+    """The bytes of a layer's codes, int64 (see :mod:`hvd_adaptive.wire.quantized`).
 
     Example:
         >>> pack(torch.tensor([1, 2, 3]), bits=4, alphabet=16).tolist()
@@ -304,7 +304,7 @@ def quantize_compress_(
 
     Returns:
         ``(data, stats)``: uint8, 1-D, on the device of ``x``: ``reserve`` bytes and the layers as
-        :mod:`hvd_adaptive.wire_codes` describes them, without books; and ``float64[L, 3]``: energy
+        :mod:`hvd_adaptive.wire.quantized` describes them, without books; and ``float64[L, 3]``: energy
         (squared L2 norm) of ``x + grad``, energy of what was sent, and 1 where the layer was not
         finite (the others are then 0).
 
@@ -446,8 +446,8 @@ def quantize_decompress_add_(
 # --- expectations --------------------------------------------------------------------------------
 
 
-def weigh(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
-    """A histogram of ``|x| / norm``, which tells what any levels do to ``x`` (:func:`expected_at`).
+def norm_histogram(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
+    """A histogram of ``|x| / norm``, from which :func:`expected_error_at` takes errors.
 
     Args:
         x: float32, contiguous.
@@ -492,7 +492,7 @@ EDGES = _weight_edges()
 def expected_from_weights(
     weights: npt.NDArray[np.float64], signed: npt.NDArray[np.float32]
 ) -> tuple[float, npt.NDArray[np.float64]]:
-    """What rounding at random to ``signed`` levels does, in expectation, from :func:`weigh`.
+    """What rounding at random to ``signed`` levels does, in expectation, from :func:`norm_histogram`.
 
     A share ``r`` between levels ``a`` and ``b`` becomes ``b`` with probability ``(r - a) / (b - a)``,
     which has the variance ``(b - r)(r - a)`` (Faghri et al. 2020, equation 2). Weight is taken to be
@@ -542,7 +542,7 @@ def expected_from_weights(
     return float(np.maximum(mass * variance, 0.0).sum()), counts
 
 
-def expected_at(
+def expected_error_at(
     weights: npt.NDArray[np.float64], tables: Tables, bits: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """:func:`expected_from_weights` for several numbers of bits.

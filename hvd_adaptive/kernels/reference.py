@@ -879,7 +879,7 @@ def sparse_clear_(
         out[where] = 0
 
 
-def sparse_shrink_(
+def sparse_recompress_(
     body: Tensor,
     x: Tensor,
     offsets: npt.NDArray[np.int64],
@@ -924,7 +924,7 @@ def sparse_shrink_(
         >>> from hvd_adaptive.wire import ValueFormat
         >>> x, offsets = torch.tensor([1.0, -5.0, 2.0]), np.array([0, 3])
         >>> body, _ = sparse_compress_(x, offsets, np.array([2]), ValueFormat.fp32)
-        >>> less, _ = sparse_shrink_(body, x, offsets, np.array([1]), ValueFormat.fp32)
+        >>> less, _ = sparse_recompress_(body, x, offsets, np.array([1]), ValueFormat.fp32)
         >>> body.numel(), less.numel(), x.tolist()
         (12, 7, [1.0, 0.0, 2.0])
     """

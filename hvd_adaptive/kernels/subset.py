@@ -23,7 +23,7 @@ from numba import carray, int64, uint32
 from torch import Tensor
 
 from hvd_adaptive.kernels.intrinsics import compiled, float32_pointer, prefetch
-from hvd_adaptive.keys import mix
+from hvd_adaptive.rng import mix
 
 __all__ = ["add_", "first_indices", "run_length", "take_"]
 

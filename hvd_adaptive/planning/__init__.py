@@ -7,15 +7,14 @@ layers?). Nothing here needs torch, Horovod or MPI: numbers come in, one index a
 from __future__ import annotations
 
 from hvd_adaptive.planning.allocators import DENSE, Table
-from hvd_adaptive.planning.facts import Need, StepFacts, Transfer
+from hvd_adaptive.planning.measurements import Measurement, StepMeasurements, Transfer
 from hvd_adaptive.planning.plan import LayerPlan, Plan
-from hvd_adaptive.planning.planners import (
+from hvd_adaptive.planning.recipes import (
     CGX,
     REGISTRY,
     Accordion,
     AccordionLGreCo,
     Decision,
-    Facts,
     GraVAC,
     GraVACLGreCo,
     Kimad,
@@ -23,6 +22,7 @@ from hvd_adaptive.planning.planners import (
     LGreCo,
     LGreCoTime,
     Planner,
+    PlanningInput,
     Recipe,
     parse,
 )
@@ -34,7 +34,6 @@ __all__ = [
     "Accordion",
     "AccordionLGreCo",
     "Decision",
-    "Facts",
     "GraVAC",
     "GraVACLGreCo",
     "Kimad",
@@ -42,11 +41,12 @@ __all__ = [
     "LGreCo",
     "LGreCoTime",
     "LayerPlan",
-    "Need",
+    "Measurement",
     "Plan",
     "Planner",
+    "PlanningInput",
     "Recipe",
-    "StepFacts",
+    "StepMeasurements",
     "Table",
     "Transfer",
     "parse",

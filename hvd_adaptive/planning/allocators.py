@@ -1,9 +1,9 @@
 """How an allowance is shared out over the layers.
 
 A :class:`Table` says what every candidate of every layer costs and loses, a budget makes an
-:class:`Allowance` of it, and an :class:`Allocator` picks one candidate a layer:
+:class:`Limits` of it, and an :class:`Allocator` picks one candidate a layer:
 
-* :class:`AsGiven`: the allowance's own reference.
+* :class:`FollowReference`: the allowance's own reference.
 * :class:`Uniform`: one label for all layers.
 * :class:`MinCostKnapsack`: least bytes or time within the allowed error (L-GreCo).
 * :class:`MinErrorKnapsack`: least error within the allowed bytes (Kimad+).
@@ -25,16 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adaptive.planning import knapsack
-from hvd_adaptive.planning.facts import Float64s, Int64s, Need, Options
 from hvd_adaptive.planning.knapsack import Infeasible, total
+from hvd_adaptive.planning.measurements import Float64s, Int64s, Measurement, Options
 
 __all__ = [
     "DENSE",
     "Allocator",
-    "Allowance",
-    "AsGiven",
+    "FollowReference",
     "GlobalThreshold",
     "KMeans",
+    "Limits",
     "MinCostKnapsack",
     "MinErrorKnapsack",
     "Table",
@@ -212,7 +212,7 @@ def _nearest(numbers: Float64s, wanted: float) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Allowance:
+class Limits:
     """What a budget grants.
 
     Args:
@@ -226,7 +226,7 @@ class Allowance:
     reference: Int64s | None = None
 
     @classmethod
-    def like(cls, table: Table, reference: Int64s) -> Allowance:
+    def like(cls, table: Table, reference: Int64s) -> Limits:
         """To lose and to send no more than a given choice does."""
         return cls(table.error(reference), table.bytes(reference), reference)
 
@@ -240,10 +240,10 @@ class Allowance:
 class Allocator(Options, ABC):
     """Picks one candidate a layer. Members are frozen dataclasses: their fields are their options."""
 
-    allocator_needs: ClassVar[frozenset[Need]] = frozenset({Need.ERRORS})
+    allocator_needs: ClassVar[frozenset[Measurement]] = frozenset({Measurement.ERRORS})
 
     @abstractmethod
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """A choice that keeps the allowance.
 
         Returns:
@@ -256,12 +256,12 @@ class Allocator(Options, ABC):
 
 
 @dataclass(frozen=True)
-class AsGiven(Allocator):
+class FollowReference(Allocator):
     """The reference itself: for budgets that know a level for every layer."""
 
-    allocator_needs: ClassVar[frozenset[Need]] = frozenset()
+    allocator_needs: ClassVar[frozenset[Measurement]] = frozenset()
 
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """The reference; ValueError if there is none."""
         del table
         return _reference(self, allowed)
@@ -275,11 +275,11 @@ class Uniform(Allocator):
 
     Example:
         >>> table = Table.of("ab", [[0, 1]] * 2, [[40, 10]] * 2, [["8", "2"]] * 2, [0, 0], [160] * 2)
-        >>> Uniform().allocate(table, Allowance(max_bytes=79)).tolist()
+        >>> Uniform().allocate(table, Limits(max_bytes=79)).tolist()
         [1, 1]
     """
 
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """Cost: O(labels * layers)."""
         choices = list(table.uniform().values())
         fitting = [choice for choice in choices if allowed.admits(table, choice)]
@@ -308,7 +308,7 @@ class MinCostKnapsack(Allocator):
 
     Example:
         >>> table = Table.of("ab", [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2, [0, 1], [32] * 2)
-        >>> MinCostKnapsack().allocate(table, Allowance(max_error=2)).tolist()
+        >>> MinCostKnapsack().allocate(table, Limits(max_error=2)).tolist()
         [0, 1]
     """
 
@@ -318,7 +318,7 @@ class MinCostKnapsack(Allocator):
         _check_bins(self.bins)
         super().__post_init__()
 
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """See :func:`hvd_adaptive.planning.knapsack.min_cost`."""
         if not math.isfinite(allowed.max_error):
             raise ValueError(f"{type(self).__name__} needs a budget that bounds the error")
@@ -337,7 +337,7 @@ class MinErrorKnapsack(Allocator):
 
     Example:
         >>> table = Table.of("ab", [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2, [0, 1], [32] * 2)
-        >>> MinErrorKnapsack().allocate(table, Allowance(max_bytes=12)).tolist()
+        >>> MinErrorKnapsack().allocate(table, Limits(max_bytes=12)).tolist()
         [0, 1]
     """
 
@@ -347,7 +347,7 @@ class MinErrorKnapsack(Allocator):
         _check_bins(self.bins)
         super().__post_init__()
 
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """See :func:`hvd_adaptive.planning.knapsack.min_error`."""
         return knapsack.min_error(table.errors, table.sizes, allowed.max_bytes, self.bins)
 
@@ -362,11 +362,11 @@ class GlobalThreshold(Allocator):
 
     Example:
         >>> table = Table.of("ab", [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2, [0, 1], [32] * 2)
-        >>> GlobalThreshold().allocate(table, Allowance(max_bytes=12)).tolist()
+        >>> GlobalThreshold().allocate(table, Limits(max_bytes=12)).tolist()
         [0, 1]
     """
 
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """See :func:`hvd_adaptive.planning.knapsack.equal_slopes`."""
         return knapsack.equal_slopes(
             table.errors, table.sizes, max_error=allowed.max_error, max_cost=allowed.max_bytes
@@ -390,7 +390,7 @@ class KMeans(Allocator):
     Example:
         >>> errors = [[1, 100], [0.001, 0.002]]
         >>> table = Table.of("ab", errors, [[80, 20]] * 2, [["8", "2"]] * 2, [0, 0], [320] * 2)
-        >>> KMeans(clusters=2).allocate(table, Allowance(max_error=2)).tolist()
+        >>> KMeans(clusters=2).allocate(table, Limits(max_error=2)).tolist()
         [0, 1]
     """
 
@@ -401,7 +401,7 @@ class KMeans(Allocator):
             raise ValueError(f"clusters={self.clusters}: write at least 2")
         super().__post_init__()
 
-    def allocate(self, table: Table, allowed: Allowance) -> Int64s:
+    def allocate(self, table: Table, allowed: Limits) -> Int64s:
         """Cost: O(clusters * layers) a round of k-means."""
         goal = allowed.reference if allowed.reference is not None else table.cheapest()
         # places count from the most bytes to the fewest
@@ -455,7 +455,7 @@ def _check_bins(bins: int) -> None:
         raise ValueError(f"bins={bins}: write a number from 1 to 1,000,000, such as bins=10000")
 
 
-def _reference(allocator: Allocator, allowed: Allowance) -> Int64s:
+def _reference(allocator: Allocator, allowed: Limits) -> Int64s:
     if allowed.reference is None:
         raise ValueError(f"{type(allocator).__name__} needs a budget that has a reference")
     return allowed.reference

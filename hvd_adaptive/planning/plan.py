@@ -56,7 +56,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     version: int = 0
     step: int = 0
-    own_levels: bool = False
+    per_rank_levels: bool = False
 
     @functools.cached_property
     def digest(self) -> str:
@@ -65,7 +65,7 @@ class Plan:
         Nor do levels that each rank has of its own.
         """
         same: dict[str, float | None] = {"error": None, "energy": None}
-        if self.own_levels:
+        if self.per_rank_levels:
             same |= {"level": 0, "wire_bytes": 0}
         rows = [asdict(row) | same for row in self.layers]
         text = json.dumps([self.version, self.step, rows], sort_keys=True)

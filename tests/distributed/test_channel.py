@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adaptive.channel import Channel, HorovodChannel, MpiChannel, open_channel
-from hvd_adaptive.control import Control
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.control_channel import Channel, HorovodChannel, MpiChannel, open_channel
 
 KINDS = ["mpi", "horovod"]
 

@@ -141,7 +141,7 @@ def spoiled(value: float) -> Callable[[Tensor], Tensor]:
 
 
 WIDE = ("kept", "wide")
-ITEMS = "format rounds order routes kept rates last_rates learn_next planned codecs pilot"
+ITEMS = "format rounds order routes kept rates last_rates learn_next planned codecs controller"
 PILOT = (
     "recipe planner levels told expected factor decided factors factors_since trigger message table "
     "sampled measured"
@@ -150,8 +150,11 @@ Damage: TypeAlias = tuple[str, Callable[[State], None], str]
 DAMAGE: list[Damage] = [
     *[("ef", drop(key), rf"{key} is (missing|None)") for key in ITEMS.split()],
     *[("ef", put(key, 1.5), rf"{key} ") for key in ITEMS.split()],
-    *[("lgreco", drop("pilot", key), rf"pilot\['{key}'\] is missing") for key in PILOT.split()],
-    *[("lgreco", put("pilot", key, b"x"), rf"pilot\['{key}'\]") for key in PILOT.split()],
+    *[
+        ("lgreco", drop("controller", key), rf"controller\['{key}'\] is missing")
+        for key in PILOT.split()
+    ],
+    *[("lgreco", put("controller", key, b"x"), rf"controller\['{key}'\]") for key in PILOT.split()],
     ("ef", put("format", 4), "format is 4, expected 5"),
     ("ef", put("rounds", -1), r"rounds must be a whole number of at least 0, got -1"),
     ("ef", put("rounds", True), "rounds must be a whole number"),
@@ -181,7 +184,7 @@ DAMAGE: list[Damage] = [
     ("ef", put("last_rates", (math.nan,)), r"last_rates\[0\] must be a finite number"),
     ("ef", put("routes", "wide", ["topq", "ef"]), r"routes\['wide'\]\[0\] is no compressor"),
     ("ef", put("routes", "wide", ["topk", "eff"]), r"routes\['wide'\]\[1\] is no feedback rule"),
-    ("ef", put("planned", {"wide": [None, 0]}), "planned must be empty where pilot is None"),
+    ("ef", put("planned", {"wide": [None, 0]}), "planned must be empty where controller is None"),
     ("ef", put("codecs", {"topk": {}}), r"codecs\['topk'\] is of a compressor that learns nothing"),
     ("bf16", put(*WIDE, "residual", Tensor.float), r"is of torch.float32: its feedback"),
     ("ef21", drop(*WIDE, "mean"), r"kept\['wide'\] has the slots \['estimate'\]: its feedback 'ef21'"),
@@ -193,22 +196,50 @@ DAMAGE: list[Damage] = [
     ],
     ("powersgd", put("codecs", "powersgd:rank=1", "gone", torch.ones(3, 1)), "no layer 'gone'"),
     ("alq", put("codecs", {}), r"codecs\['alq.*'\] is missing"),
-    ("lgreco", put("pilot", None), "planned must be empty where pilot is None"),
-    ("lgreco", put("pilot", "recipe", "CGX"), "is the planner CGX, this run has LGreCo"),
-    ("lgreco", put("pilot", "levels", "wide", 100), r"pilot\['levels'\]\['wide'\] is 100"),
-    ("lgreco", put("pilot", "levels", "wide", lambda index: index ^ 1), r"planned\['wide'\] is"),
-    ("lgreco", put("pilot", "told", [[0, 1, 2]]), r"pilot\['told'\] must have a number for each"),
-    ("lgreco", put("pilot", "message", "{"), r"pilot\['message'\] is no JSON"),
-    ("lgreco", put("pilot", "message", '{"levels": []}'), r"pilot\['message'\]\['changed'\] is miss"),
-    ("lgreco", put("pilot", "table", [1.0]), r"pilot\['table'\] must have"),
-    ("lgreco", put("pilot", "measured", "wide", 1, -1), r"pilot\['measured'\]\['wide'\]\[1\]"),
-    ("lgreco", put("pilot", "planner", "trial", -1), r"pilot\['planner'\]\['trial'\]"),
-    ("lgreco", put("pilot", "planner", "costs", {}), r"pilot\['planner'\] cannot be loaded: KeyError"),
+    ("lgreco", put("controller", None), "planned must be empty where controller is None"),
+    ("lgreco", put("controller", "recipe", "CGX"), "is the planner CGX, this run has LGreCo"),
+    ("lgreco", put("controller", "levels", "wide", 100), r"controller\['levels'\]\['wide'\] is 100"),
+    ("lgreco", put("controller", "levels", "wide", lambda index: index ^ 1), r"planned\['wide'\] is"),
+    (
+        "lgreco",
+        put("controller", "told", [[0, 1, 2]]),
+        r"controller\['told'\] must have a number for each",
+    ),
+    ("lgreco", put("controller", "message", "{"), r"controller\['message'\] is no JSON"),
+    (
+        "lgreco",
+        put("controller", "message", '{"levels": []}'),
+        r"controller\['message'\]\['changed'\] is miss",
+    ),
+    ("lgreco", put("controller", "table", [1.0]), r"controller\['table'\] must have"),
+    (
+        "lgreco",
+        put("controller", "measured", "wide", 1, -1),
+        r"controller\['measured'\]\['wide'\]\[1\]",
+    ),
+    ("lgreco", put("controller", "planner", "trial", -1), r"controller\['planner'\]\['trial'\]"),
+    (
+        "lgreco",
+        put("controller", "planner", "costs", {}),
+        r"controller\['planner'\] cannot be loaded: KeyError",
+    ),
     ("lgreco", put("planned", "wide", 1, 0.123), r"planned\['wide'\] has the level 0.123"),
-    ("lgreco", drop("planned", "wide"), r"planned\['wide'\] is None: pilot\['levels'\] gives"),
-    ("accordion", put("pilot", "planner", "budget", "rate", True), r"\['budget'\]\['rate'\] is True"),
-    ("accordion", put("pilot", "planner", "budget", "norms", [1.0]), "a number for each of 2 layers"),
-    ("gravac", put("pilot", "planner", "budget", "gains", [[2.0, math.nan]]), r"\['gains'\]\[0\]\[1\]"),
+    ("lgreco", drop("planned", "wide"), r"planned\['wide'\] is None: controller\['levels'\] gives"),
+    (
+        "accordion",
+        put("controller", "planner", "budget", "rate", True),
+        r"\['budget'\]\['rate'\] is True",
+    ),
+    (
+        "accordion",
+        put("controller", "planner", "budget", "norms", [1.0]),
+        "a number for each of 2 layers",
+    ),
+    (
+        "gravac",
+        put("controller", "planner", "budget", "gains", [[2.0, math.nan]]),
+        r"\['gains'\]\[0\]\[1\]",
+    ),
 ]
 
 
@@ -248,9 +279,9 @@ DIFFERENCES: list[Damage] = [
     ("ef", put("order", lambda order: order[::-1]), "order is"),
     ("ef", put("learn_next", True), "learn_next is true"),
     ("powersgd", put("codecs", "powersgd:rank=1", "wide", spoiled(1.0)), "codecs is sha256"),
-    ("lgreco", put("pilot", "factors_since", 3), r"pilot\['factors_since'\] is 3"),
-    ("lgreco", put("pilot", "sampled", 99), r"pilot\['sampled'\] is 99"),
-    ("gravac", put("pilot", "factors", [2.0]), r"pilot\['factors'\] is \[2.0\]"),
+    ("lgreco", put("controller", "factors_since", 3), r"controller\['factors_since'\] is 3"),
+    ("lgreco", put("controller", "sampled", 99), r"controller\['sampled'\] is 99"),
+    ("gravac", put("controller", "factors", [2.0]), r"controller\['factors'\] is \[2.0\]"),
 ]
 
 

@@ -29,11 +29,12 @@ from workloads import (
 )
 
 import hvd_adaptive as hva
-from hvd_adaptive import control, keys, wire
+from hvd_adaptive import rng, wire
+from hvd_adaptive.comm import agreement
 from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
 from hvd_adaptive.compressors.base import Batch, CastCompressor, Learner
+from hvd_adaptive.engine.routing import CompressionConfig
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.routing import Choice
 
 SPECS = {
     "none": "none",
@@ -123,7 +124,7 @@ class ByHand:
         return self.kept.setdefault((slot, rank, layer.name), zeros)
 
     def step(self, step: int, everyone: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        choice = Choice.of(self.spec, None, None)
+        choice = CompressionConfig.of(self.spec, None, None)
         layers = [Layer(i, name, shape) for i, (name, shape) in enumerate(SHAPES.items())]
         flat = [{name: grad.reshape(-1).double() for name, grad in grads.items()} for grads in everyone]
         groups: dict[Compressor, list[Layer]] = {}
@@ -185,7 +186,7 @@ class ByHand:
         sent, rests = [], []
         for rank, x in enumerate(xs):
             rest, out = x.clone(), torch.zeros_like(x)
-            (key,) = keys.layer_keys(0, rank, step, [layer.index])
+            (key,) = rng.layer_keys(0, rank, step, [layer.index])
             payload = compressor.compress_(rest, compressor.level, key=int(key), state=state)
             compressor.decompress_add_(payload, out)
             sent.append(out)
@@ -196,7 +197,7 @@ class ByHand:
         self, compressor: LinearCompressor, layer: Layer, step: int, xs: list[Tensor], state: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Rounds of all ranks side by side; each ends with the mean of what was sent."""
-        key = keys.layer_keys(0, keys.SHARED, step, [layer.index])
+        key = rng.layer_keys(0, rng.SHARED, step, [layer.index])
         rests, outs = [x.clone() for x in xs], [torch.zeros_like(x) for x in xs]
         rounds = [
             compressor.rounds(Batch([rest], [out], [layer], [compressor.level], key, state))
@@ -585,7 +586,7 @@ def test_more_than_mpi_can_gather_is_an_error_on_all_ranks(monkeypatch: pytest.M
     set_gradients(model, {name: torch.full(shape, hvd.rank()) for name, shape in SHAPES.items()})
     with pytest.raises(wire.TooLargeError, match=r"rank 1 has .* at most 5000"):
         optimizer.step()
-    monkeypatch.setattr(control, "MAX_GATHERED_BYTES", 2 * 100)
-    assert control.Control("small").allgather(hvd.rank()) == [0, 1]
+    monkeypatch.setattr(agreement, "MAX_GATHERED_BYTES", 2 * 100)
+    assert agreement.Control("small").allgather(hvd.rank()) == [0, 1]
     with pytest.raises(RuntimeError, match="rank 0 has 202 bytes to tell"):
-        control.Control("large").allgather("x" * 200 if hvd.rank() == 0 else "")
+        agreement.Control("large").allgather("x" * 200 if hvd.rank() == 0 else "")

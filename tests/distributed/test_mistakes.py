@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from workloads import assert_ranks_agree, loss_of, make_model, ours, plain_step, sgd
 
-from hvd_adaptive.control import Control
+from hvd_adaptive.comm.agreement import Control
 
 OWN_LEVELS = "kimad+:seconds=1,per_worker=true"
 

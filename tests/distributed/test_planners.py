@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
-from hvd_adaptive import pilot
-from hvd_adaptive.pilot import LAG
-from hvd_adaptive.planning import Need, Planner, Recipe, Table
-from hvd_adaptive.planning.allocators import Allowance, MinErrorKnapsack
+from hvd_adaptive.adaptation import controller
+from hvd_adaptive.adaptation.controller import LAG
+from hvd_adaptive.planning import Measurement, Planner, Recipe, Table
+from hvd_adaptive.planning.allocators import Limits, MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
 
 
@@ -37,10 +37,10 @@ class Fixed(BudgetOptions):
 
 
 class FixedBudget(Budget):
-    needs = frozenset({Need.OWN_ERRORS})
+    needs = frozenset({Measurement.PER_RANK_ERRORS})
 
-    def allow(self, table: Table) -> Allowance:
-        return Allowance(max_bytes=table.bytes(table.defaults))
+    def allow(self, table: Table) -> Limits:
+        return Limits(max_bytes=table.bytes(table.defaults))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Punctual(ThreadPoolExecutor):
 @pytest.fixture
 def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are in time: on a busy machine one may be late, which delays its switch."""
-    monkeypatch.setattr(pilot, "ThreadPoolExecutor", Punctual)
+    monkeypatch.setattr(controller, "ThreadPoolExecutor", Punctual)
 
 
 def assert_same_on_all_ranks(value: Any) -> None:
@@ -377,13 +377,13 @@ def test_a_resumed_run_sees_the_same_decaying_rate(
     name: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[float | None] = []
-    facts_of = pilot._facts_of
+    facts_of = controller._facts_of
 
-    def spied(step: int, seconds: Any, rate: float | None, trips: Any, needs: Any) -> Any:
+    def spied(step: int, seconds: Any, rate: float | None, timings: Any, needs: Any) -> Any:
         seen.append(rate)
-        return facts_of(step, seconds, rate, trips, needs)
+        return facts_of(step, seconds, rate, timings, needs)
 
-    monkeypatch.setattr(pilot, "_facts_of", spied)
+    monkeypatch.setattr(controller, "_facts_of", spied)
     model, optimizer = make(RECIPES[name])
     run_decaying(model, optimizer, range(STEPS))
     whole = list(seen)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import hvd_adaptive as hva
 from hvd_adaptive.compressors import parse
+from hvd_adaptive.engine.routing import CompressionConfig
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.routing import Choice
 
 SPECS = (
     "topk:density=0.05,values=fp32",
@@ -43,7 +43,7 @@ def gradients(net: nn.Module, rank: int, step: int) -> list[Tensor]:
 def simulated(spec: str, ranks: int, steps: int) -> nn.Module:
     """The same training in one process: error feedback written out, payloads summed in rank order."""
     net = model()
-    choice = Choice.of(spec, None, None)
+    choice = CompressionConfig.of(spec, None, None)
     compressors = [
         choice.compressor_of(Layer(i, name, tuple(p.shape)))
         for i, (name, p) in enumerate(net.named_parameters())

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from workloads import make_model, ours
 
-from hvd_adaptive.exchange import Trip
-from hvd_adaptive.pilot import _own_times, _with_times
-from hvd_adaptive.planning import Planner, StepFacts
+from hvd_adaptive.adaptation.controller import _own_times, _with_times
+from hvd_adaptive.engine.exchange import CollectiveTiming
+from hvd_adaptive.planning import Planner, StepMeasurements
 
 STEPS = 12
 LATE = 0.3
@@ -23,7 +23,7 @@ LATE = 0.3
 def test_the_time_for_which_ranks_wait_for_a_slow_one_is_its_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    observed: list[StepFacts] = []
+    observed: list[StepMeasurements] = []
     monkeypatch.setattr(Planner, "observe", lambda planner, facts: observed.append(facts))
     model = make_model(lambda: nn.Linear(256, 256))
     optimizer = ours(
@@ -55,13 +55,13 @@ def test_the_time_for_which_ranks_wait_for_a_slow_one_is_its_computing(
 
 @pytest.mark.ranks(2)
 def test_what_only_the_waiting_ranks_know_is_not_known() -> None:
-    def told(*ranks: tuple[float, list[Trip]]) -> StepFacts:
-        vectors = [_own_times(computing, trips) for computing, trips in ranks]
-        return _with_times(StepFacts(0), [100, 50], lambda: np.min(vectors, axis=0))
+    def told(*ranks: tuple[float, list[CollectiveTiming]]) -> StepMeasurements:
+        vectors = [_own_times(computing, timings) for computing, timings in ranks]
+        return _with_times(StepMeasurements(0), [100, 50], lambda: np.min(vectors, axis=0))
 
-    early = [Trip(0, 100, 0.0, 1.0, 0.9), Trip(1, 50, 0.1, 1.2, 0.2)]
-    late = [Trip(0, 100, 0.7, 1.0, 0.25), Trip(1, 50, 0.8, 1.2, 0.2)]
-    busy = [Trip(0, 100, 0.7, 1.0, 0.05), Trip(1, 50, 0.8, 1.2, 0.05)]
+    early = [CollectiveTiming(0, 100, 0.0, 1.0, 0.9), CollectiveTiming(1, 50, 0.1, 1.2, 0.2)]
+    late = [CollectiveTiming(0, 100, 0.7, 1.0, 0.25), CollectiveTiming(1, 50, 0.8, 1.2, 0.2)]
+    busy = [CollectiveTiming(0, 100, 0.7, 1.0, 0.05), CollectiveTiming(1, 50, 0.8, 1.2, 0.05)]
     known = told((0.1, early), (0.7, late))
     assert known.compute_seconds == 0.7
     assert [(each.nbytes, each.seconds) for each in known.transfers] == [(150, pytest.approx(0.5))]

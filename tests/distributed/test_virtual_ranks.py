@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from workloads import bits, make_model, ours, set_gradients
 
 from hvd_adaptive.compressors import REGISTRY
-from hvd_adaptive.virtual_ranks import VirtualRanks
+from hvd_adaptive.engine.virtual_ranks import VirtualRanks
 
 SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -59,7 +59,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     data = tmp_path_factory.mktemp("data")
     write_images(data / "fashion-mnist")
     # Compiled once, instead of in all ranks of the first job; where it fails, those say it better.
-    subprocess.run([sys.executable, "-m", "hvd_adaptive.warm"], cwd=ROOT, check=False)
+    subprocess.run([sys.executable, "-m", "hvd_adaptive.commands.precompile"], cwd=ROOT, check=False)
     own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     # By default it would end pytest before this could stop Slurm's daemons and jobs.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol
 
-from hvd_adaptive.picture import PlanPicture
 from hvd_adaptive.planning.plan import Plan
+from hvd_adaptive.telemetry.plan_image import PlanPicture
 
 __all__ = ["JsonLinesSink", "Meter", "Sink", "Summary", "Telemetry", "TensorBoardSink"]
 

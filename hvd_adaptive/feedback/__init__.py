@@ -6,10 +6,10 @@ needs no arithmetic of its own: the buffer is the residual, and the next gradien
 
 One step of a bucket calls, in this order:
 
-* :meth:`Memory.begin` gives the buffer and what the compressor is to add to it;
-* :meth:`Memory.commit` takes the remainder that the compressor left in the buffer;
-* :meth:`Memory.finish` sees what all ranks together have sent, and changes it where the rule says so;
-* :meth:`Memory.restore` takes back what was done for layers that were not finite on some rank.
+* :meth:`FeedbackState.begin` gives the buffer and what the compressor is to add to it;
+* :meth:`FeedbackState.commit` takes the remainder that the compressor left in the buffer;
+* :meth:`FeedbackState.finish` sees the reduced result, and changes it where the rule says so;
+* :meth:`FeedbackState.restore` takes back what was done for layers that were not finite on some rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from hvd_adaptive import keys, specs
+from hvd_adaptive import rng, specs
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.kernels import rounding_for
 from hvd_adaptive.kernels.reference import CANCELLED
 from hvd_adaptive.layers import Layer
 
-Kept: TypeAlias = dict[str, dict[str, Tensor]]
+LayerStates: TypeAlias = dict[str, dict[str, Tensor]]
 """What is kept of each layer: 1-D tensors by layer and slot."""
 
 
-def copied(kept: Kept) -> Kept:
+def copied(kept: LayerStates) -> LayerStates:
     """A copy of what is kept of each layer."""
     return {
         name: {slot: tensor.clone() for slot, tensor in slots.items()} for name, slots in kept.items()
     }
 
 
-Meet: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+ReduceBuffer: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Of a buffer of all ranks: what one begins with that has none, and then the reduction over all."""
 
 RESIDUAL = "residual"
@@ -68,12 +68,12 @@ class Feedback(ABC):
         return False
 
     @abstractmethod
-    def memory(self, situation: Situation) -> Memory:
+    def memory(self, context: FeedbackContext) -> FeedbackState:
         """The buffers of one optimizer on one rank, still empty."""
 
 
 @dataclass
-class Situation:
+class FeedbackContext:
     """What a memory may ask about the run.
 
     Args:
@@ -91,23 +91,23 @@ class Situation:
     rates: dict[str, float] = field(default_factory=dict)
 
 
-class Memory(ABC):
+class FeedbackState(ABC):
     """What one rank keeps of its layers between steps.
 
     Buckets may be rebuilt during training (:meth:`attach`); what is kept of a layer follows the layer.
     """
 
     slots: ClassVar[tuple[str, ...]] = (RESIDUAL,)
-    rereads: ClassVar[bool] = False
+    needs_gradient_after_commit: ClassVar[bool] = False
     """Whether :meth:`commit`, or :meth:`restore` of what was not committed, looks at the gradients."""
 
-    def __init__(self, situation: Situation, dtype: torch.dtype = torch.float32) -> None:
-        self._situation = situation
+    def __init__(self, context: FeedbackContext, dtype: torch.dtype = torch.float32) -> None:
+        self._context = context
         self._dtype = dtype
         self._flats: dict[tuple[str, int], Tensor] = {}
         self._buckets: tuple[Bucket, ...] = ()
 
-    def attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
+    def attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
         """Make buffers for ``buckets``; take from ``kept`` what belongs in them.
 
         Buckets whose layers stay the same keep their buffers: fresh memory costs a page fault for
@@ -134,7 +134,7 @@ class Memory(ABC):
                     elif held.data_ptr() != view.data_ptr():
                         view.copy_(held)
 
-    def kept(self) -> Kept:
+    def kept(self) -> LayerStates:
         """What is kept of each layer: views, not copies."""
         return {
             layer.name: {slot: self.views(slot, bucket)[position] for slot in self.slots}
@@ -156,7 +156,7 @@ class Memory(ABC):
         """The layers in one of the bucket's buffers."""
         return split(self._flats[slot, bucket.index], bucket.layers)
 
-    def survey(self, grads: Mapping[int, Tensor]) -> None:
+    def observe_all(self, grads: Mapping[int, Tensor]) -> None:
         """Look at all gradients (by layer index) before the first bucket begins."""
         del grads
 
@@ -168,8 +168,8 @@ class Memory(ABC):
         held = self.views(self.slots[0], bucket)
         return [view.float() + flat for view, flat in zip(held, flats, strict=True)]
 
-    def reunite(self, bucket: Bucket, meet: Meet, fresh: bool) -> None:
-        """Ranks have come or gone: one that has kept nothing begins as :data:`Meet` says."""
+    def merge_ranks(self, bucket: Bucket, meet: ReduceBuffer, fresh: bool) -> None:
+        """Ranks have come or gone: one that has kept nothing begins as :data:`ReduceBuffer` says."""
         for slot in self.slots:
             flat = self._flats[slot, bucket.index]
             start, _ = meet(flat)
@@ -239,12 +239,12 @@ class NoFeedback(Feedback):
     name = "none"
     keeps = False
 
-    def memory(self, situation: Situation) -> Memory:
+    def memory(self, context: FeedbackContext) -> FeedbackState:
         """Scratch space only."""
-        return _Scratch(situation)
+        return _Scratch(context)
 
 
-class _Scratch(Memory):
+class _Scratch(FeedbackState):
     """Buffers that are cleared at each use, made on demand: buckets that are only summed need none."""
 
     slots = ()
@@ -299,9 +299,9 @@ class ErrorFeedback(Feedback):
         if self.dtype not in _DTYPES:
             raise ValueError(f"ef: dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
 
-    def memory(self, situation: Situation) -> Memory:
+    def memory(self, context: FeedbackContext) -> FeedbackState:
         """Residuals."""
-        return _Residuals(self, situation)
+        return _Residuals(self, context)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -319,7 +319,7 @@ def _scale_(x: Tensor, factor: float) -> None:
         x.clamp_(-_LARGEST, _LARGEST)
 
 
-class _KeepsResidual(Memory):
+class _KeepsResidual(FeedbackState):
     """A memory with a slot of gradient mass that waits."""
 
     def postpone(self, bucket: Bucket, position: int, excess: Tensor) -> None:
@@ -330,8 +330,8 @@ class _KeepsResidual(Memory):
 class _Residuals(_KeepsResidual):
     """The residuals of error feedback."""
 
-    def __init__(self, rule: ErrorFeedback, situation: Situation) -> None:
-        super().__init__(situation, _DTYPES[rule.dtype])
+    def __init__(self, rule: ErrorFeedback, context: FeedbackContext) -> None:
+        super().__init__(context, _DTYPES[rule.dtype])
         self._rule = rule
 
     def begin(
@@ -345,12 +345,12 @@ class _Residuals(_KeepsResidual):
             x.mul_(self._rule.decay)
         if self._rule.lr_correction:
             for layer, view in zip(bucket.layers, split(x, bucket.layers), strict=True):
-                now = self._situation.rate(layer.index)
-                before = self._situation.rates.get(layer.name, now)
+                now = self._context.rate(layer.index)
+                before = self._context.rates.get(layer.name, now)
                 # at a rate of 0, or next to it, nothing is applied, and nothing is to be corrected
                 if now > before / _LARGEST_RATIO:
                     _scale_(view, before / now)
-                    self._situation.rates[layer.name] = now
+                    self._context.rates[layer.name] = now
         return x, grads
 
     def commit(
@@ -360,8 +360,8 @@ class _Residuals(_KeepsResidual):
         del grads, good
         kept = self._flats[RESIDUAL, bucket.index]
         if kept.dtype == torch.bfloat16:
-            situation = self._situation
-            (key,) = keys.layer_keys(situation.seed, situation.rank, step, [-1 - bucket.index])
+            context = self._context
+            (key,) = rng.layer_keys(context.seed, context.rank, step, [-1 - bucket.index])
             rounding_for(x.device).round_at_random_(kept, x, int(key))
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
@@ -392,16 +392,16 @@ class EF21(Feedback):
     name = "ef21"
     in_warmup = True
 
-    def memory(self, situation: Situation) -> Memory:
+    def memory(self, context: FeedbackContext) -> FeedbackState:
         """Estimates and their mean."""
-        return _Estimates(situation)
+        return _Estimates(context)
 
 
-class _Estimates(Memory):
+class _Estimates(FeedbackState):
     """``-h`` in the place of a residual: with the gradient added it is what is to be compressed."""
 
     slots = ("estimate", "mean")
-    rereads = True
+    needs_gradient_after_commit = True
 
     def begin(
         self, bucket: Bucket, grads: Sequence[Tensor], step: int
@@ -429,7 +429,7 @@ class _Estimates(Memory):
             if fine:
                 out.copy_(view.add_(out.view(-1)).view_as(out))
 
-    def reunite(self, bucket: Bucket, meet: Meet, fresh: bool) -> None:
+    def merge_ranks(self, bucket: Bucket, meet: ReduceBuffer, fresh: bool) -> None:
         """``H`` becomes the mean of the estimates of the ranks that there are now."""
         estimate = self._flats["estimate", bucket.index]
         start, reduced = meet(estimate)
@@ -488,28 +488,28 @@ class MomentumCorrection(Feedback):
         """The norm of the whole gradient does."""
         return self.clip > 0.0
 
-    def memory(self, situation: Situation) -> Memory:
+    def memory(self, context: FeedbackContext) -> FeedbackState:
         """Residuals and velocities."""
-        return _Velocities(self, situation)
+        return _Velocities(self, context)
 
 
 class _Velocities(_KeepsResidual):
     """``v`` in the place of the residual, ``u`` in that of the gradient."""
 
     slots = (RESIDUAL, "velocity")
-    rereads = True
+    needs_gradient_after_commit = True
 
-    def __init__(self, rule: MomentumCorrection, situation: Situation) -> None:
-        super().__init__(situation)
+    def __init__(self, rule: MomentumCorrection, context: FeedbackContext) -> None:
+        super().__init__(context)
         self._rule = rule
         self._factor = 1.0
 
-    def survey(self, grads: Mapping[int, Tensor]) -> None:
+    def observe_all(self, grads: Mapping[int, Tensor]) -> None:
         """Find the factor that clips the whole gradient; one that is not finite is not clipped."""
         if not self._rule.clip:
             return
         squares = sum(float(grad.double().square().sum()) for grad in grads.values())
-        limit = self._rule.clip / math.sqrt(self._situation.ranks())
+        limit = self._rule.clip / math.sqrt(self._context.ranks())
         norm = math.sqrt(squares) if math.isfinite(squares) else 0.0
         self._factor = min(1.0, limit / norm) if norm > 0.0 else 1.0
 

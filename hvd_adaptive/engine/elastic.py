@@ -28,11 +28,11 @@ from horovod.torch.elastic.state import (
 )
 from torch import Tensor
 
+from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.compressors import format_spec
+from hvd_adaptive.engine.reducer import Reducer
+from hvd_adaptive.engine.routing import CompressionConfig
 from hvd_adaptive.feedback import copied, format_rule
-from hvd_adaptive.pilot import Pilot
-from hvd_adaptive.reducer import Reducer
-from hvd_adaptive.routing import Choice
 
 
 def is_elastic() -> bool:
@@ -146,7 +146,7 @@ class ElasticReducer(Reducer):
     Args:
         args: of :class:`Reducer`.
         agree: raises on all ranks unless they were built with the same options; all ranks call it.
-        new_pilot: makes a planner's pilot for the ranks that there are now; asks nothing of them.
+        new_controller: makes a controller for the current ranks; does not communicate.
         configure: writes the settings for a number of ranks into telemetry.
     """
 
@@ -154,12 +154,12 @@ class ElasticReducer(Reducer):
         self,
         *args: Any,
         agree: Callable[[], object],
-        new_pilot: Callable[[], Pilot | None],
+        new_controller: Callable[[], AdaptationController | None],
         configure: Callable[[int], None],
     ) -> None:
         super().__init__(*args)
         self._agree_on_options = agree
-        self._new_pilot = new_pilot
+        self._new_controller = new_controller
         self._configure = configure
         self._began_as = self._place()
         self._world: tuple[int, int] | None = None
@@ -190,7 +190,7 @@ class ElasticReducer(Reducer):
         """What must go back with the weights, for :meth:`go_back`."""
         return {
             "kept": copied(self.kept()),
-            "rates": dict(self._situation.rates),
+            "rates": dict(self._context.rates),
             "steps": self.steps,
             "progress": self._progress(),
         }
@@ -201,7 +201,7 @@ class ElasticReducer(Reducer):
         self._keep(copied(commit["kept"]), commit["rates"])
         self.steps = commit["steps"]
         self._exchange.states.clear()
-        self._go_on(commit["progress"])
+        self._restore(commit["progress"])
         self._torn = False
 
     def leave(self) -> None:
@@ -250,7 +250,7 @@ class ElasticReducer(Reducer):
     def _take_over(self, meeting: _Meeting) -> None:
         """What all ranks hold alike is rank 0's; what belongs to a rank's place is of the new one."""
         if not meeting.again:
-            self._control.agree("set_compression", lambda: self._choice, Choice.digest)
+            self._control.agree("set_compression", lambda: self._choice, CompressionConfig.digest)
         else:
             first = self._control.hand_out(
                 {
@@ -263,21 +263,21 @@ class ElasticReducer(Reducer):
             self.steps = first["steps"]
             self.plan = replace(self.plan, version=first["version"])
             self._exchange.states.clear()
-            self._go_on(first)
+            self._restore(first)
             if first["choice"] != _written(self._choice):  # set_compression() was called there
-                self._choice = Choice.of(**first["choice"])
+                self._choice = CompressionConfig.of(**first["choice"])
         if meeting.renews:
             self._plan_anew()
             ranks = self._control.size
             rank, dense_traffic = hvd.rank(), 2 * (ranks - 1) / ranks
             self._exchange.meter.ranks_changed(self._exchange.rank, rank, dense_traffic)
-            self._exchange.rank = self._situation.rank = rank
+            self._exchange.rank = self._context.rank = rank
             self._configure(ranks)
 
     def _plan_anew(self) -> None:
         """What a planner has measured, and has under way, is of ranks that are no longer these."""
         self._choice = replace(self._choice, planned={})
-        self._pilot = self._new_pilot()
+        self._controller = self._new_controller()
 
     def _reunite(self, meeting: _Meeting, fresh: bool) -> None:
         """Let ranks that have kept nothing begin with the mean of what the others have.
@@ -295,19 +295,19 @@ class ElasticReducer(Reducer):
             return mean, mean
 
         for bucket in self._buckets or ():
-            self._memories[bucket.feedback].reunite(bucket, meet, fresh)
+            self._memories[bucket.feedback].merge_ranks(bucket, meet, fresh)
 
     def _tell(self, meeting: _Meeting) -> None:
         """Say on rank 0, once, what has changed."""
-        news = meeting.news(self._pilot is not None)
+        news = meeting.news(self._controller is not None)
         if not news or self._control.rank != 0:
             return
         print(f"hvd_adaptive: step {self.steps}: {news}", file=sys.stderr, flush=True)
         self._exchange.meter.text("elastic", news, self.steps)
 
 
-def _written(choice: Choice) -> dict[str, Any]:
-    """A choice without its plan, for :meth:`Choice.of`."""
+def _written(choice: CompressionConfig) -> dict[str, Any]:
+    """A choice without its plan, for :meth:`CompressionConfig.of`."""
     return {
         "compression": format_spec(choice.compressor),
         "overrides": {pattern: format_spec(each) for pattern, each in choice.overrides},

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
+from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.exchange import Exchange
+from hvd_adaptive.engine.exchange import Exchange
+from hvd_adaptive.engine.reducer import Options, Reducer
+from hvd_adaptive.engine.routing import CompressionConfig, Spec
 from hvd_adaptive.feedback import Feedback
-from hvd_adaptive.pilot import Pilot
 from hvd_adaptive.planning import Plan, Recipe
-from hvd_adaptive.reducer import Options, Reducer
-from hvd_adaptive.routing import Choice, Spec
 from hvd_adaptive.telemetry import Meter
 
 
@@ -73,7 +73,7 @@ class VirtualRanks:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
         self.group = LocalGroup(size)
         self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
-        choice = Choice.of(compression, overrides, feedback)
+        choice = CompressionConfig.of(compression, overrides, feedback)
         options = Options(
             warmup_steps=warmup_steps,
             bucket_cap_bytes=bucket_cap_mb * (1 << 20),
@@ -85,9 +85,9 @@ class VirtualRanks:
             # a rank's gradients need parameters of their own, which share the model's memory
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
             exchange = Exchange(rank.transport(op), Meter(), "local", seed, rank.rank)
-            pilot = None
+            controller = None
             if options.planner is not None:
-                pilot = Pilot(
+                controller = AdaptationController(
                     options.planner,
                     rank.channel("local.plan"),
                     exchange.meter,
@@ -97,7 +97,7 @@ class VirtualRanks:
                     exchange.states,
                 )
             control = rank.control("local.control")
-            reducer = Reducer(own, choice, options, control, exchange, pilot=pilot)
+            reducer = Reducer(own, choice, options, control, exchange, controller=controller)
             reducer.param_groups = lambda: _as_groups_of(own, self._named, param_groups())
             return _Member(own, reducer)
 

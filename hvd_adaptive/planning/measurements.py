@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Float64s", "Int64s", "Need", "Options", "StepFacts", "Transfer"]
+__all__ = ["Float64s", "Int64s", "Measurement", "Options", "StepMeasurements", "Transfer"]
 
 Float64s: TypeAlias = npt.NDArray[np.float64]
 Int64s: TypeAlias = npt.NDArray[np.int64]
@@ -23,25 +23,25 @@ class Options:
         """Raise ValueError if a field is out of range; then let the next class check."""
 
 
-class Need(Enum):
+class Measurement(Enum):
     """Something that must be measured because a planner asks for it."""
 
     ERRORS = "errors"
     """``Table.errors`` when a plan is made."""
-    OWN_ERRORS = "own errors"
-    """``Facts.own`` when a plan is made: every rank then has levels of its own."""
+    PER_RANK_ERRORS = "own errors"
+    """``PlanningInput.own`` when a plan is made: every rank then has levels of its own."""
     GAINS = "gains"
-    """``StepFacts.gains`` for ``Planner.factors`` on some steps, ``seconds`` and ``factor`` on all."""
-    GAINS_FIRST = "gains first"
+    """``gains`` at ``Planner.factors`` now and then; ``seconds`` and ``factor`` every step."""
+    GAINS_BEFORE_SEND = "gains first"
     """This step's gains before it is sent: observe them alone, plan if due, send, observe the rest."""
     ENERGY = "energy"
-    """``StepFacts.energy`` every step."""
+    """``StepMeasurements.energy`` every step."""
     LEARNING_RATE = "learning rate"
-    """``StepFacts.learning_rate`` every step."""
+    """``StepMeasurements.learning_rate`` every step."""
     TRANSFERS = "transfers"
-    """``StepFacts.transfers`` and ``compute_seconds`` every step."""
+    """``StepMeasurements.transfers`` and ``compute_seconds`` every step."""
     BUCKETS = "buckets"
-    """``StepFacts.bucket_bytes`` and ``sync_seconds`` every step, ``Facts.buckets`` at a plan."""
+    """``bucket_bytes`` and ``sync_seconds`` every step, ``PlanningInput.buckets`` in plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepFacts:
+class StepMeasurements:
     """One step, as seen by the rank that plans. What was not measured is left out.
 
     Args:

@@ -15,10 +15,10 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ``learn_next``  shared  whether compressors that learn do so in the next step
 ``planned``     shared  of some layers, compressor (None: dense) and level that a planner gave them
 ``codecs``      shared  what compressors have learnt, by their text
-``pilot``               what the planner's driver knows, as ``_PILOT`` below says; None without one
+``controller``               what the planner's driver knows, as ``_PILOT`` below says; None without one
 ==============  ======  ==============================================================================
 
-Where each rank has levels of its own, the levels in ``planned`` and ``pilot`` are not shared. Nothing
+With per-rank levels, those in ``planned`` and ``controller`` are not shared. Nothing
 here needs Horovod.
 """
 
@@ -37,15 +37,15 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import feedback
+from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
-from hvd_adaptive.compressors.candidates import Candidate, candidates_of
-from hvd_adaptive.feedback import RESIDUAL, Situation
+from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.feedback import RESIDUAL, FeedbackContext
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import DENSE, Recipe
-from hvd_adaptive.routing import Choice
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Run:
     """
 
     layers: Sequence[Layer]
-    choice: Choice
+    choice: CompressionConfig
     warmup_steps: int = 0
     recipe: Recipe | None = None
     alternatives: tuple[Compressor, ...] = ()
@@ -88,28 +88,28 @@ def check_state(state: Any, run: Run | None = None) -> None:
     _STATE(state, "")
     _check_routes(state)
     codecs = _check_codecs(state)
-    _check_pilot(state)
+    _check_controller(state)
     if run is None:
         return
     layers = {layer.name: layer for layer in run.layers}
     _check_names(state, codecs, layers)
     _check_slots(state, run, layers)
     _check_levels(state, run, layers)
-    if run.recipe is not None and state["pilot"] is not None:
-        _check_planner(state["pilot"], run.recipe, run.ranks)
+    if run.recipe is not None and state["controller"] is not None:
+        _check_planner(state["controller"], run.recipe, run.ranks)
 
 
 def shared(state: Mapping[str, Any]) -> dict[str, str]:
     """What of a state (a checked one) must be equal on all ranks, by its name, as short text."""
-    pilot = dict(state["pilot"] or {})
+    controller = dict(state["controller"] or {})
     assigned: Any = state["planned"]
     items = ["recipe", "factor", "decided", "factors", "factors_since", "sampled", "told", "levels"]
-    if len(pilot.get("told", ())) > 1:  # each rank has its own levels
+    if len(controller.get("told", ())) > 1:  # each rank has its own levels
         assigned = {name: compressor for name, (compressor, _) in assigned.items()}
         items.remove("levels")
     found = {key: state[key] for key in ("format", "rounds", "order", "routes", "learn_next")}
     found |= {"planned": assigned, "codecs": state["codecs"]}
-    found |= {f"pilot['{key}']": pilot[key] for key in items if key in pilot}
+    found |= {f"controller['{key}']": controller[key] for key in items if key in controller}
     return {key: _brief(value) for key, value in found.items()}
 
 
@@ -377,7 +377,7 @@ _STATE = _record(
     learn_next=_flag,
     planned=_by_name(_row(_maybe(_compressor), _number)),
     codecs=_by_name(_of("a dict", lambda value: isinstance(value, Mapping))),
-    pilot=_maybe(_PILOT),
+    controller=_maybe(_PILOT),
 )
 
 
@@ -389,7 +389,7 @@ def _memory_of(rule: str) -> tuple[frozenset[str], torch.dtype]:
     """What a feedback rule keeps of each layer: slots and dtype."""
     parsed = feedback.parse(rule)
     assert parsed is not None
-    memory = parsed.memory(Situation(lambda _: 0.0, lambda: 1))
+    memory = parsed.memory(FeedbackContext(lambda _: 0.0, lambda: 1))
     return frozenset(memory.slots), memory.dtype
 
 
@@ -470,32 +470,34 @@ def _check_same(given: Any, again: Any, path: str) -> None:
         raise _refused(path, f"is {_shown(given)}, which is no value of it")
 
 
-def _check_pilot(state: Mapping[str, Any]) -> None:
+def _check_controller(state: Mapping[str, Any]) -> None:
     """Levels, tables and decisions are of the same layers."""
-    pilot = state["pilot"]
-    if pilot is None:
+    controller = state["controller"]
+    if controller is None:
         if state["planned"]:
-            raise _refused("planned", "must be empty where pilot is None")
+            raise _refused("planned", "must be empty where controller is None")
         return
-    count = len(pilot["levels"])
-    if list(pilot["measured"]) != list(pilot["levels"]):
-        raise _refused("pilot['measured']", "and pilot['levels'] must name the same layers")
-    rows = {"pilot['told']": pilot["told"]}
-    decision = _decision_of(pilot)
+    count = len(controller["levels"])
+    if list(controller["measured"]) != list(controller["levels"]):
+        raise _refused("controller['measured']", "and controller['levels'] must name the same layers")
+    rows = {"controller['told']": controller["told"]}
+    decision = _decision_of(controller)
     if decision is not None:
-        if pilot["trigger"] is None:
-            raise _refused("pilot['trigger']", "must be the step that pilot['message'] belongs to")
-        rows |= {f"pilot['message']: {key}": decision[key] for key in ("levels", "errors")}
+        if controller["trigger"] is None:
+            raise _refused(
+                "controller['trigger']", "must be the step that controller['message'] belongs to"
+            )
+        rows |= {f"controller['message']: {key}": decision[key] for key in ("levels", "errors")}
         if len({len(decision[key]) for key in ("levels", "errors", "energies")}) != 1:
-            raise _refused("pilot['message']", "must have as many levels as errors and energies")
+            raise _refused("controller['message']", "must have as many levels as errors and energies")
     for path, lists in rows.items():
         if any(len(row) != count for row in lists):
             raise _refused(path, f"must have a number for each of {count} layers")
 
 
-def _decision_of(pilot: Mapping[str, Any]) -> dict[str, Any] | None:
+def _decision_of(controller: Mapping[str, Any]) -> dict[str, Any] | None:
     """What its message says; None if there is none, or an error."""
-    told: dict[str, Any] = json.loads(pilot["message"] or "{}")
+    told: dict[str, Any] = json.loads(controller["message"] or "{}")
     return told if "levels" in told else None
 
 
@@ -507,8 +509,8 @@ def _check_names(
 ) -> None:
     """Everything is of layers that the model has, and of their sizes."""
     names: dict[str, Any] = {key: state[key] for key in ("order", "kept", "rates", "planned")}
-    pilot = state["pilot"] or {"levels": (), "measured": {}, "expected": ()}
-    names |= {f"pilot['{key}']": pilot[key] for key in ("levels", "expected")}
+    controller = state["controller"] or {"levels": (), "measured": {}, "expected": ()}
+    names |= {f"controller['{key}']": controller[key] for key in ("levels", "expected")}
     for path, found in names.items():
         for name in found:
             if name not in layers:
@@ -519,8 +521,8 @@ def _check_names(
         for slot, tensor in slots.items()
     ]
     tensors += [
-        (f"pilot['measured'][{name!r}][2]", name, total)
-        for name, (_, _, total) in pilot["measured"].items()
+        (f"controller['measured'][{name!r}][2]", name, total)
+        for name, (_, _, total) in controller["measured"].items()
         if total is not None
     ]
     for path, name, tensor in tensors:
@@ -561,28 +563,28 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
         known = (DENSE + 1,) if compressor is None else compressor.levels(layers[name])
         if level not in known:
             raise _refused(f"planned[{name!r}]", f"has the level {level}, which is none of its own")
-    pilot = state["pilot"]
-    if run.recipe is None or pilot is None:
+    controller = state["controller"]
+    if run.recipe is None or controller is None:
         return
-    rows = {name: _candidates(run, layers[name]) for name in pilot["levels"]}
+    rows = {name: _candidates(run, layers[name]) for name in controller["levels"]}
     if not all(rows.values()):
         return  # of layers for which nobody plans in this run: it is of no use
     for position, (name, candidates) in enumerate(rows.items()):
-        for path, index in _indices(pilot, name, position):
+        for path, index in _indices(controller, name, position):
             if index >= len(candidates):
                 raise _refused(path, f"is {index}: layer {name!r} has {len(candidates)} candidates")
-        if len(pilot["measured"][name][0]) != _measured(candidates):
+        if len(controller["measured"][name][0]) != _measured(candidates):
             raise _refused(
-                f"pilot['measured'][{name!r}][0]",
+                f"controller['measured'][{name!r}][0]",
                 f"must have {_measured(candidates)} numbers, for the candidates of this run: resume "
                 "with the same compression and candidates",
             )
     total = sum(map(_measured, rows.values()))
-    table = pilot["table"] or []
+    table = controller["table"] or []
     for row in table if table and isinstance(table[0], list) else [table]:
         if len(row) not in (0, total):
-            raise _refused("pilot['table']", f"must have {total} numbers, got {len(row)}")
-    if pilot["decided"] and pilot["told"]:
+            raise _refused("controller['table']", f"must have {total} numbers, got {len(row)}")
+    if controller["decided"] and controller["told"]:
         _check_assigned(state, rows)
 
 
@@ -590,23 +592,24 @@ def _check_assigned(state: Mapping[str, Any], rows: Mapping[str, tuple[Candidate
     """Layers do what the last decision says."""
     assigned = planned(state)
     for name, candidates in rows.items():
-        index = state["pilot"]["levels"][name]
+        index = state["controller"]["levels"][name]
         chosen = candidates[index]
         wanted = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
         if assigned.get(name) != wanted:
             raise _refused(
                 f"planned[{name!r}]",
-                f"is {_shown(state['planned'].get(name))}: pilot['levels'] gives level {wanted[1]:g}",
+                f"is {_shown(state['planned'].get(name))}: controller['levels'] gives "
+                f"level {wanted[1]:g}",
             )
 
 
-def _indices(pilot: Mapping[str, Any], name: str, position: int) -> Iterator[tuple[str, int]]:
+def _indices(controller: Mapping[str, Any], name: str, position: int) -> Iterator[tuple[str, int]]:
     """Every index of a level that the driver knows of one layer."""
-    yield f"pilot['levels'][{name!r}]", pilot["levels"][name]
-    for row in pilot["told"]:
-        yield "pilot['told']", row[position]
-    for row in (_decision_of(pilot) or {"levels": ()})["levels"]:
-        yield "pilot['message']: levels", row[position]
+    yield f"controller['levels'][{name!r}]", controller["levels"][name]
+    for row in controller["told"]:
+        yield "controller['told']", row[position]
+    for row in (_decision_of(controller) or {"levels": ()})["levels"]:
+        yield "controller['message']: levels", row[position]
 
 
 def _candidates(run: Run, layer: Layer) -> tuple[Candidate, ...]:
@@ -622,22 +625,24 @@ def _measured(candidates: Sequence[Candidate]) -> int:
     return len(candidates) + 1 + sum(each.compressor.size_varies for each in candidates)
 
 
-def _check_planner(pilot: Mapping[str, Any], recipe: Recipe, ranks: int) -> None:
+def _check_planner(controller: Mapping[str, Any], recipe: Recipe, ranks: int) -> None:
     """It is this run's planner that wrote it."""
-    if pilot["recipe"] != type(recipe).__name__:
+    if controller["recipe"] != type(recipe).__name__:
         raise _refused(
-            "pilot['recipe']",
-            f"is the planner {pilot['recipe']}, this run has {type(recipe).__name__}",
+            "controller['recipe']",
+            f"is the planner {controller['recipe']}, this run has {type(recipe).__name__}",
         )
-    _check_numbers(pilot["planner"], "pilot['planner']")
-    _restore(recipe.planner(ranks), pilot["planner"], "pilot['planner']")
-    budget = pilot["planner"]["budget"]
+    _check_numbers(controller["planner"], "controller['planner']")
+    _restore(recipe.planner(ranks), controller["planner"], "controller['planner']")
+    budget = controller["planner"]["budget"]
     for key in ("energy", "norms"):
         found = budget.get(key)
-        if found is not None and not (isinstance(found, list) and len(found) == len(pilot["levels"])):
+        if found is not None and not (
+            isinstance(found, list) and len(found) == len(controller["levels"])
+        ):
             raise _refused(
-                f"pilot['planner']['budget'][{key!r}]",
-                f"must have a number for each of {len(pilot['levels'])} layers",
+                f"controller['planner']['budget'][{key!r}]",
+                f"must have a number for each of {len(controller['levels'])} layers",
             )
 
 

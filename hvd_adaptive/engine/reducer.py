@@ -17,19 +17,24 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from hvd_adaptive import checkpoint
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive import states
+from hvd_adaptive.adaptation.controller import (
+    AdaptationController,
+    Assignment,
+    check_per_rank_levels,
+    on_link,
+)
 from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.transport import JoinedRankError
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
 from hvd_adaptive.compressors.base import all_finite
-from hvd_adaptive.control import Control
-from hvd_adaptive.exchange import Exchange
-from hvd_adaptive.feedback import EF21, RESIDUAL, Kept, Memory, Situation, copied
+from hvd_adaptive.engine.exchange import Exchange
+from hvd_adaptive.engine.routing import CompressionConfig, check_dtypes, make_plan, unfit_dtypes
+from hvd_adaptive.feedback import EF21, RESIDUAL, FeedbackContext, FeedbackState, LayerStates, copied
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.pilot import Assignment, Pilot, check_own_levels, on_link
 from hvd_adaptive.planning import Plan, Recipe
-from hvd_adaptive.routing import Choice, check_dtypes, make_plan, unfit_dtypes
-from hvd_adaptive.transport import JoinedRankError
 
 _NO_BUCKET = -1
 
@@ -72,27 +77,27 @@ class Reducer:
         control: agreement between ranks.
         exchange: sends the buckets.
         active: False on a rank that communicates with nobody; it then does nothing at all.
-        pilot: changes levels during training; None leaves them as they were chosen.
+        controller: changes levels during training; None leaves them as they were chosen.
     """
 
     def __init__(
         self,
         named: Iterable[tuple[str, Parameter]],
-        choice: Choice,
+        choice: CompressionConfig,
         options: Options,
         control: Control,
         exchange: Exchange,
         active: bool = True,
-        pilot: Pilot | None = None,
+        controller: AdaptationController | None = None,
     ) -> None:
         self._active = active
-        self._pilot = pilot
+        self._controller = controller
         self._choice = choice
         self._options = options
         self._control = control
         self._exchange = exchange
-        self._memories: dict[str, Memory] = {}
-        self._situation = Situation(self._rate, lambda: control.size, exchange.seed, exchange.rank)
+        self._memories: dict[str, FeedbackState] = {}
+        self._context = FeedbackContext(self._rate, lambda: control.size, exchange.seed, exchange.rank)
         self._names: list[str] = []
         self._params: list[Parameter] = []
         self._hooks: list[RemovableHandle | None] = []
@@ -109,11 +114,11 @@ class Reducer:
         # layers that were frozen since the last step and took part in this one with zeros
         self._frozen: dict[int, None] = {}
         # what was kept of layers whose rule no longer does: residuals are sent with the next gradient
-        self._carry: Kept = {}
+        self._carry: LayerStates = {}
         # what of that was sent in this step, by layer index
         self._carried: dict[int, Tensor] = {}
         # feedback rules that must see all gradients before the first is sent
-        self._surveyed: set[str] = set()
+        self._observes_all: set[str] = set()
         self._learn_next = False
         self._rates: tuple[float, ...] = ()
         self.param_groups: Callable[[], list[dict[str, Any]]] = list
@@ -200,7 +205,11 @@ class Reducer:
         if position == _NO_BUCKET:
             return
         self._waiting[position] -= 1
-        if position == self._next and not self._surveyed and not (self._pilot and self._pilot.exact):
+        if (
+            position == self._next
+            and not self._observes_all
+            and not (self._controller and self._controller.exact)
+        ):
             self._launch_complete(self._buckets)
 
     def _keep_gradient(self, index: int) -> None:
@@ -230,7 +239,7 @@ class Reducer:
             Layers whose gradients have arrived and have been dropped since.
         """
         dropped = [self._names[index] for index in self._grads if self._params[index].grad is None]
-        collect, ready = self._pilot.wants(self.rounds) if self._pilot else (False, False)
+        collect, ready = self._controller.votes(self.rounds) if self._controller else (False, False)
         self._exchange.vote(
             adapt=self._added,
             relearn=self._rates_fell(),
@@ -296,8 +305,8 @@ class Reducer:
             self._exchange.start(bucket, [self._sparse_grad(bucket.layers[0])])
             return
         grads = [self._dense_grad(layer.index) for layer in bucket.layers]
-        if self._pilot and not self._pilot.exact:
-            self._measure(self._pilot, bucket, grads)
+        if self._controller and not self._controller.exact:
+            self._measure(self._controller, bucket, grads)
         if self._carry:
             for layer, grad in zip(bucket.layers, grads, strict=True):
                 self._add_carried(layer, grad)
@@ -330,18 +339,20 @@ class Reducer:
                 self._carry[self._names[index]] = {RESIDUAL: residual}
         self._carried.clear()
 
-    def _measure(self, pilot: Pilot, bucket: Bucket, grads: Sequence[Tensor]) -> None:
-        """Let the pilot see what is about to be compressed."""
-        if not pilot.watches(self.rounds):
+    def _measure(
+        self, controller: AdaptationController, bucket: Bucket, grads: Sequence[Tensor]
+    ) -> None:
+        """Let the controller see what is about to be compressed."""
+        if not controller.observes(self.rounds):
             return
         local = [grad.detach().reshape(-1).float() for grad in grads]
         whole = local
-        if pilot.sees_feedback or bucket.feedback == EF21.name:
+        if controller.sees_feedback or bucket.feedback == EF21.name:
             whole = self._memories[bucket.feedback].preview(bucket, local)
         if bucket.feedback == EF21.name:
             local = whole  # the gradient itself is never compressed
         for layer, grad, x in zip(bucket.layers, local, whole, strict=True):
-            pilot.measure(layer, grad, x, self.rounds)
+            controller.observe(layer, grad, x, self.rounds)
 
     def _dense_grad(self, index: int) -> Tensor:
         """The gradient that is sent and overwritten; zeros where this rank has none."""
@@ -397,13 +408,13 @@ class Reducer:
             if self._buckets is None:
                 self._lay_out_first()
             dropped = self._vote()
-            if self._pilot and self._pilot.exact:
+            if self._controller and self._controller.exact:
                 self._require_all_ranks()  # it decides before anything is sent
             self._complete()
             self._return_carried()
             outcome = self._exchange.voted()
             learns = any(learner.collecting for learner in self._learners())
-            if self._pilot or outcome["adapt"] or learns:
+            if self._controller or outcome["adapt"] or learns:
                 self._require_all_ranks()
             if outcome["adapt"]:
                 self._adapt()
@@ -469,14 +480,14 @@ class Reducer:
 
     def _follow(self, collect: bool, ready: bool) -> None:
         """Do what the first rank's planner asks for."""
-        if self._pilot is None:
+        if self._controller is None:
             return
         rate = max(self._rates, default=None)
-        self._pilot.end_step(self.rounds, rate, self._exchange.trips)
+        self._controller.end_step(self.rounds, rate, self._exchange.timings)
         if collect:
-            self._pilot.collect(self.rounds)
+            self._controller.start_collection(self.rounds)
         if ready:
-            self._switch(self._pilot.adopt(self.rounds))
+            self._switch(self._controller.apply_decision(self.rounds))
 
     def _switch(self, assignments: Mapping[str, Assignment] | None) -> None:
         """Compress as planned from the next gradient on; None changes nothing.
@@ -496,30 +507,30 @@ class Reducer:
                     f"{self.plan.digest}: all ranks must build the same model and pass the same options"
                 )
 
-    def _decide_first(self, pilot: Pilot, buckets: Sequence[Bucket]) -> None:
+    def _decide_first(self, controller: AdaptationController, buckets: Sequence[Bucket]) -> None:
         """Measure all gradients and plan with them before the first is sent."""
         for bucket in buckets:
             if bucket.collective is not Collective.SPARSE:
                 grads = [self._dense_grad(layer.index) for layer in bucket.layers]
-                self._measure(pilot, bucket, grads)
-        self._switch(pilot.decide_now(self.rounds))
+                self._measure(controller, bucket, grads)
+        self._switch(controller.decide_before_launch(self.rounds))
 
     def _complete(self) -> None:
         """Launch what has not been launched, and wait for everything."""
         assert self._buckets is not None
-        if self._pilot and self._pilot.exact and not self._next:
-            self._decide_first(self._pilot, self._buckets)
-        if self._surveyed:
-            self._survey(self._buckets)
+        if self._controller and self._controller.exact and not self._next:
+            self._decide_first(self._controller, self._buckets)
+        if self._observes_all:
+            self._observe_all(self._buckets)
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         self._next = 0
         self._exchange.finish()
 
-    def _survey(self, buckets: Sequence[Bucket]) -> None:
+    def _observe_all(self, buckets: Sequence[Bucket]) -> None:
         """Show all gradients to the rules that must see them before the first is sent."""
-        for name in sorted(self._surveyed):
-            self._memories[name].survey(
+        for name in sorted(self._observes_all):
+            self._memories[name].observe_all(
                 {
                     layer.index: self._dense_grad(layer.index)
                     for bucket in buckets
@@ -641,8 +652,8 @@ class Reducer:
         check_gathered(self._buckets, self._control.size)
         self._next = 0
         self._attach(self._buckets, kept)
-        if self._pilot:
-            self._attach_pilot(self._pilot, self._buckets, routes, step < 0)
+        if self._controller:
+            self._attach_controller(self._controller, self._buckets, routes, step < 0)
         self._laid_out_for = self._control.size
         self._bucket_of = [_NO_BUCKET] * len(self._params)
         for bucket in self._buckets:
@@ -650,14 +661,18 @@ class Reducer:
                 self._bucket_of[layer.index] = bucket.index
         self._waiting = [len(bucket.layers) for bucket in self._buckets]
         in_order = [layer for name, layer in by_name.items() if name in routes]
-        expected = self._pilot.expected if self._pilot else {}
-        own_levels = self._pilot is not None and self._pilot.own_levels
+        expected = self._controller.expected if self._controller else {}
+        per_rank_levels = self._controller is not None and self._controller.per_rank_levels
         version = self.plan.version + 1
-        self.plan = make_plan(in_order, routes, version, self.rounds, expected, own_levels)
+        self.plan = make_plan(in_order, routes, version, self.rounds, expected, per_rank_levels)
         self._exchange.meter.plan(self.plan, self.rounds)
 
-    def _attach_pilot(
-        self, pilot: Pilot, buckets: Sequence[Bucket], routes: Mapping[str, Route], idle: bool
+    def _attach_controller(
+        self,
+        controller: AdaptationController,
+        buckets: Sequence[Bucket],
+        routes: Mapping[str, Route],
+        idle: bool,
     ) -> None:
         """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
         layers = [
@@ -680,20 +695,20 @@ class Reducer:
         bytes_of_others = sum(
             on_link(row.wire_bytes, routes[row.layer].collective, self._control.size) for row in rows
         )
-        pilot.attach(mine, places, bytes_of_others, idle)
+        controller.attach(mine, places, bytes_of_others, idle)
 
-    def _attach(self, buckets: Sequence[Bucket], kept: Kept) -> None:
+    def _attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
         """Give every bucket the memory of its feedback rule."""
-        self._surveyed = set()
+        self._observes_all = set()
         for name in dict.fromkeys([*self._memories, *(bucket.feedback for bucket in buckets)]):
             rule = feedback_rules.parse(name)
             assert rule is not None
             if name not in self._memories:
-                self._memories[name] = rule.memory(self._situation)
+                self._memories[name] = rule.memory(self._context)
             mine = [bucket for bucket in buckets if bucket.feedback == name]
             self._memories[name].attach(mine, kept)
             if mine and rule.needs_all:
-                self._surveyed.add(name)
+                self._observes_all.add(name)
         self._carry = {name: slots for name, slots in kept.items() if RESIDUAL in slots}
         self._exchange.attach(
             buckets, {bucket.index: self._memories[bucket.feedback] for bucket in buckets}
@@ -713,7 +728,7 @@ class Reducer:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def kept(self) -> Kept:
+    def kept(self) -> LayerStates:
         """What is kept of each layer, 1-D by layer and slot: views, not copies."""
         kept = {name: dict(slots) for name, slots in self._carry.items()}
         for memory in self._memories.values():
@@ -726,7 +741,7 @@ class Reducer:
         """Memory that feedback keeps from one step to the next."""
         return sum(memory.nbytes for memory in self._memories.values() if memory.slots)
 
-    def choose(self, build: Callable[[Choice], Choice]) -> None:
+    def choose(self, build: Callable[[CompressionConfig], CompressionConfig]) -> None:
         """Compress in another way from the next step on; what is kept of each layer stays.
 
         Args:
@@ -737,17 +752,19 @@ class Reducer:
             RuntimeError: gradients have arrived that have not been synchronised; on all ranks.
         """
 
-        def checked() -> Choice:
+        def checked() -> CompressionConfig:
             self._require_between_steps("compression can only be changed")
             choice = build(self._choice)
             choice.check_patterns([layer.name for layer in self._layers()])
             if self._options.planner is not None:
-                check_own_levels(self._options.planner, choice, self._options.candidates)
+                check_per_rank_levels(self._options.planner, choice, self._options.candidates)
             return choice
 
-        self._choice = self._control.agree("set_compression", checked, Choice.digest, alone=self._alone)
-        if self._pilot:
-            self._pilot.renounce()
+        self._choice = self._control.agree(
+            "set_compression", checked, CompressionConfig.digest, alone=self._alone
+        )
+        if self._controller:
+            self._controller.invalidate()
         if self._buckets is not None:
             self._lay_out(self._order)
         else:
@@ -756,9 +773,9 @@ class Reducer:
             self.plan = make_plan(layers, routes, self.plan.version + 1, self.rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as :mod:`hvd_adaptive.states` describes it."""
+        """This rank's state, as :mod:`hvd_adaptive.checkpoint` describes it."""
         return {
-            "format": states.STATE_FORMAT,
+            "format": checkpoint.STATE_FORMAT,
             "order": list(self._order),
             "routes": {
                 layer.name: [format_spec(part.compressor), bucket.feedback]
@@ -767,12 +784,12 @@ class Reducer:
                 for layer in bucket.layers[part.start : part.stop]
             },
             "kept": copied(self.kept()),
-            "rates": dict(self._situation.rates),
+            "rates": dict(self._context.rates),
             "planned": {
                 name: [None if compressor is None else format_spec(compressor), level]
                 for name, (compressor, level) in self._choice.planned.items()
             },
-            "pilot": self._pilot.state_dict() if self._pilot else None,
+            "controller": self._controller.state_dict() if self._controller else None,
             **self._progress(),
         }
 
@@ -787,7 +804,7 @@ class Reducer:
             },
         }
 
-    def _go_on(self, progress: Mapping[str, Any]) -> None:
+    def _restore(self, progress: Mapping[str, Any]) -> None:
         """Take what :meth:`_progress` returned."""
         self.rounds = int(progress["rounds"])
         self._rates = tuple(progress["last_rates"])
@@ -795,10 +812,10 @@ class Reducer:
         for spec, learnt in progress["codecs"].items():
             self._exchange.load_state(parse(spec), learnt)
 
-    def _keep(self, kept: Kept, rates: Mapping[str, float]) -> None:
+    def _keep(self, kept: LayerStates, rates: Mapping[str, float]) -> None:
         """Keep this of each layer, and nothing else; buckets must be laid out anew."""
-        self._situation.rates.clear()
-        self._situation.rates.update(rates)
+        self._context.rates.clear()
+        self._context.rates.update(rates)
         self._memories = {}
         self._carry = kept
 
@@ -815,20 +832,20 @@ class Reducer:
 
         def checked() -> Mapping[str, Any]:
             self._require_between_steps("compression state can only be loaded")
-            states.check_state(state, self._run())
+            checkpoint.check_state(state, self._run())
             return state
 
         self._control.agree(
             "load_compression_state_dict",
             checked,
-            states.shared,
+            checkpoint.shared,
             alone=self._alone,
             remedy="every rank must load what it saved at the same step of one run",
         )
-        self._go_on(state)
-        if self._pilot and state["pilot"] is not None:
-            self._pilot.load_state_dict(copy.deepcopy(state["pilot"]))
-            self._choice = replace(self._choice, planned=states.planned(state))
+        self._restore(state)
+        if self._controller and state["controller"] is not None:
+            self._controller.load_state_dict(copy.deepcopy(state["controller"]))
+            self._choice = replace(self._choice, planned=checkpoint.planned(state))
         self._order = list(state["order"]) if self._buckets is None else self._order
         devices = dict(zip(self._names, (p.device for p in self._params), strict=True))
         kept = {
@@ -839,11 +856,11 @@ class Reducer:
         if self._buckets is not None:
             self._lay_out(self._order)
 
-    def _run(self) -> states.Run:
+    def _run(self) -> checkpoint.Run:
         """What a state is to fit."""
         options = self._options
         layers = [self._layer(index) for index in range(len(self._params))]
-        return states.Run(
+        return checkpoint.Run(
             layers,
             self._choice,
             options.warmup_steps,

@@ -1,14 +1,14 @@
 """How much compression now: small state machines that watch the steps and grant an allowance.
 
-======================  ==================================================================
-:class:`Static`         as much error as the defaults make (L-GreCo)
-:class:`Bandwidth`      as many bytes as fit into a step's time (Kimad)
-:class:`Throughput`     the factor at which training gains most a second (GraVAC)
-:class:`Regimes`        little compression for layers in a critical regime, else much (Accordion)
-======================  ==================================================================
+=======================  =================================================================
+:class:`Static`          as much error as the defaults make (L-GreCo)
+:class:`Bandwidth`       as many bytes as fit into a step's time (Kimad)
+:class:`Throughput`      the factor with the highest throughput x gain (GraVAC)
+:class:`CriticalRegimes`  little compression in critical regimes, else much (Accordion)
+=======================  =================================================================
 
 These four hold options; ``budget(ranks)`` of each starts its state machine. A budget is told of every
-step by :meth:`Budget.observe` and asked for an :class:`~hvd_adaptive.planning.allocators.Allowance`
+step by :meth:`Budget.observe` and asked for an :class:`~hvd_adaptive.planning.allocators.Limits`
 when a plan is due; it may ask for a plan itself (:attr:`Budget.urgent`).
 """
 
@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adaptive.planning.allocators import Allowance, Table
+from hvd_adaptive.planning.allocators import Limits, Table
 from hvd_adaptive.planning.costs import BandwidthMonitor, robust_line
-from hvd_adaptive.planning.facts import Float64s, Need, Options, StepFacts
+from hvd_adaptive.planning.measurements import Float64s, Measurement, Options, StepMeasurements
 
 __all__ = [
     "Bandwidth",
     "BandwidthBudget",
     "Budget",
     "BudgetOptions",
+    "CriticalRegimes",
     "RegimeBudget",
-    "Regimes",
     "Static",
     "StaticBudget",
     "Throughput",
@@ -45,7 +45,7 @@ __all__ = [
 class Budget(ABC):
     """Decides how much compression now."""
 
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Measurement] = frozenset()
     """What must be measured for it."""
 
     @property
@@ -68,12 +68,12 @@ class Budget(ABC):
         """The nominal compression factor that it grants now, where it goes by factors; else 1."""
         return 1.0
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """Learn from a step; what is missing in ``facts`` is skipped. Cost: O(layers) at most."""
         del facts
 
     @abstractmethod
-    def allow(self, table: Table) -> Allowance:
+    def allow(self, table: Table) -> Limits:
         """What may be lost or sent from now on."""
 
     def seconds(self, nbytes: float) -> float | None:
@@ -118,9 +118,9 @@ class Static(BudgetOptions):
 class StaticBudget(Budget):
     """See :class:`Static`."""
 
-    def allow(self, table: Table) -> Allowance:
+    def allow(self, table: Table) -> Limits:
         """The defaults' error and bytes."""
-        return Allowance.like(table, table.defaults)
+        return Limits.like(table, table.defaults)
 
 
 # --- bandwidth ------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ class Bandwidth(BudgetOptions):
         ValueError: an option out of its range.
 
     Example:
-        >>> from hvd_adaptive.planning.facts import Transfer
+        >>> from hvd_adaptive.planning.measurements import Transfer
         >>> budget = Bandwidth(seconds=0.5, warmup=2).budget()
         >>> for step in range(2):
-        ...     budget.observe(StepFacts(step, compute_seconds=0.1, transfers=[Transfer(100, 0.2)]))
+        ...     budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=[Transfer(100, 0.2)]))
         >>> table = Table.of(["w"], [[0]], [[40]], [["all"]], [0], [1000])
         >>> round(budget.allow(table).max_bytes)
         200
@@ -218,8 +218,8 @@ class BandwidthBudget(Budget):
 
     def __init__(self, options: Bandwidth) -> None:
         self._options = options
-        own = {Need.OWN_ERRORS} if options.per_worker else set()
-        self.needs = frozenset({Need.TRANSFERS, *own})
+        own = {Measurement.PER_RANK_ERRORS} if options.per_worker else set()
+        self.needs = frozenset({Measurement.TRANSFERS, *own})
         self._computing: deque[tuple[float, float]] = deque(maxlen=max(options.warmup, _REMEMBERED))
         """Bytes sent and seconds of computing."""
         self._byte_work = 0.0
@@ -233,7 +233,7 @@ class BandwidthBudget(Budget):
         self._line: tuple[float, float] | None = None
         """Seconds of a step: those that bytes do not change, and those of a byte."""
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """Every transfer goes to its direction's monitor."""
         if facts.compute_seconds is not None:
             self._computing.append((facts.nbytes or 0.0, float(facts.compute_seconds)))
@@ -257,7 +257,7 @@ class BandwidthBudget(Budget):
         enough = len(self._computing) >= self._options.warmup
         return enough and bool(monitors) and all(monitor.ready for monitor in monitors)
 
-    def allow(self, table: Table) -> Allowance:
+    def allow(self, table: Table) -> Limits:
         """Bytes that make all directions' times add up to what computing leaves."""
         del table
         fixed, slope = self._work()
@@ -275,7 +275,7 @@ class BandwidthBudget(Budget):
         self._line, self._granted = (fixed, slope), self._granted + 1
         probe = self._options.probe
         probes = probe and self._granted % probe == 2 % probe
-        return Allowance(max_bytes=left / slope / (2 if probes else 1))
+        return Limits(max_bytes=left / slope / (2 if probes else 1))
 
     def _work(self) -> tuple[float, float]:
         """Seconds of computing: those that bytes do not change, and those of a byte.
@@ -366,7 +366,7 @@ class Throughput(BudgetOptions):
         >>> budget = Throughput(theta_min=10, window=1).budget()
         >>> budget.factor, budget.factors
         (1.0, (10.0, 20.0, 40.0))
-        >>> budget.observe(StepFacts(0, gains={10.0: 0.95, 20.0: 0.6}))
+        >>> budget.observe(StepMeasurements(0, gains={10.0: 0.95, 20.0: 0.6}))
         >>> budget.factor
         10.0
     """
@@ -432,9 +432,9 @@ class ThroughputBudget(Budget):
         self._counts: dict[float, int] = {}
         self._granted: float | None = None
         """None until the first plan: till then layers do what nobody has chosen."""
-        self._told = self.factors
-        first = {Need.GAINS_FIRST} if options.exact else set()
-        self.needs = frozenset({Need.GAINS, *first})
+        self._last_decision = self.factors
+        first = {Measurement.GAINS_BEFORE_SEND} if options.exact else set()
+        self.needs = frozenset({Measurement.GAINS, *first})
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -457,12 +457,12 @@ class ThroughputBudget(Budget):
         """Whether the factor has changed, or whose gains are wanted; not before a gain is known."""
         if self._measured is None:
             return False
-        return self.factor != self._granted or self.factors != self._told
+        return self.factor != self._granted or self.factors != self._last_decision
 
     def _gain(self, theta: float) -> float:
         return 1.0 if theta <= 1 else self._gains.get(theta, 0.0)
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """Gains first, then the throughput at the factor that the step was sent with."""
         self._learn_gains(facts)
         if facts.seconds is None or facts.seconds <= 0:
@@ -475,7 +475,7 @@ class ThroughputBudget(Budget):
         if self._steps % self._options.window == 0 and self._ideal is None:
             self._turn()
 
-    def _learn_gains(self, facts: StepFacts) -> None:
+    def _learn_gains(self, facts: StepMeasurements) -> None:
         """Gains that are told on every tenth step only weigh as those of ten steps."""
         told = [theta for theta in self.factors if math.isfinite(facts.gains.get(theta, math.nan))]
         if not told:
@@ -497,11 +497,11 @@ class ThroughputBudget(Budget):
             self._ideal = self._theta = min(best)[0]
             self._theta_min = min(self._theta_min, max(self._theta, 1.0))
 
-    def allow(self, table: Table) -> Allowance:
+    def allow(self, table: Table) -> Limits:
         """The error and bytes of the factor that is wanted now."""
         granted = self.factor
-        self._granted, self._told = granted, self.factors
-        return Allowance.like(table, table.at_factor(granted))
+        self._granted, self._last_decision = granted, self.factors
+        return Limits.like(table, table.at_factor(granted))
 
     def report(self) -> dict[str, float]:
         """Factors, gains and throughputs."""
@@ -522,12 +522,12 @@ class ThroughputBudget(Budget):
             "counts": list(self._counts.items()),
             "throughputs": list(self._throughputs.items()),
             "granted": self._granted,
-            "told": list(self._told),
+            "told": list(self._last_decision),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._told = tuple(float(theta) for theta in state["told"])
+        self._last_decision = tuple(float(theta) for theta in state["told"])
         self._steps = int(state["steps"])
         self._theta_min, self._theta = float(state["theta_min"]), float(state["theta"])
         self._ideal = None if state["ideal"] is None else float(state["ideal"])
@@ -547,7 +547,7 @@ def _smooth(averages: dict[float, float], theta: float, value: float, weight: fl
 
 
 @dataclass(frozen=True)
-class Regimes(BudgetOptions):
+class CriticalRegimes(BudgetOptions):
     """Little compression for layers in a critical regime, much for the others.
 
     A layer is critical if its gradient's norm, root mean square over the period, changed by ``eta``
@@ -566,10 +566,10 @@ class Regimes(BudgetOptions):
         ValueError: an option out of its range.
 
     Example:
-        >>> budget = Regimes().budget()
+        >>> budget = CriticalRegimes().budget()
         >>> table = Table.of(["w"], [[1, 2, 4]], [[80, 40, 20]], [["8", "4", "2"]], [1], [320])
         >>> for energy in (1.0, 1.1, 9.0):
-        ...     budget.observe(StepFacts(0, energy=np.array([energy])))
+        ...     budget.observe(StepMeasurements(0, energy=np.array([energy])))
         ...     print(budget.allow(table).reference)
         [0]
         [2]
@@ -596,11 +596,11 @@ class Regimes(BudgetOptions):
 
 
 class RegimeBudget(Budget):
-    """See :class:`Regimes`."""
+    """See :class:`CriticalRegimes`."""
 
-    needs = frozenset({Need.ENERGY, Need.LEARNING_RATE})
+    needs = frozenset({Measurement.ENERGY, Measurement.LEARNING_RATE})
 
-    def __init__(self, options: Regimes) -> None:
+    def __init__(self, options: CriticalRegimes) -> None:
         self._options = options
         self._energy: Float64s | None = None
         self._steps = 0
@@ -614,7 +614,7 @@ class RegimeBudget(Budget):
         """Whether the learning rate has fallen since the last plan."""
         return self._fell
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """Add the energies of a step; those that are not finite are left out."""
         if facts.energy is not None and np.isfinite(facts.energy).all():
             energy = np.asarray(facts.energy, dtype=np.float64)
@@ -625,7 +625,7 @@ class RegimeBudget(Budget):
                 self._fell = True
             self._rate = float(facts.learning_rate)
 
-    def allow(self, table: Table) -> Allowance:
+    def allow(self, table: Table) -> Limits:
         """The error and bytes of the levels that the regimes call for; a new period starts.
 
         Raises:
@@ -634,7 +634,7 @@ class RegimeBudget(Budget):
         critical = self._regimes(len(table.names))
         self._critical = float(critical.mean()) if len(critical) else 0.0
         multiples = np.where(critical, self._options.low, self._options.high)
-        return Allowance.like(table, table.resized(table.defaults, multiples))
+        return Limits.like(table, table.resized(table.defaults, multiples))
 
     def _regimes(self, layers: int) -> npt.NDArray[np.bool_]:
         fell, self._fell = self._fell, False

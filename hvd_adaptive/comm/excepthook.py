@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_adaptive import watchdog
+from hvd_adaptive.comm import watchdog
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 

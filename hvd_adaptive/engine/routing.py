@@ -39,7 +39,7 @@ _SUPPORTED = (*_SUMMABLE, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Choice:
+class CompressionConfig:
     """What the user asked for, validated.
 
     Args:
@@ -61,7 +61,7 @@ class Choice:
         compression: Spec,
         overrides: Mapping[str, Spec] | None,
         feedback: str | Feedback | None,
-    ) -> Choice:
+    ) -> CompressionConfig:
         """Parse what was passed to the optimizer; ValueError or TypeError says what is wrong."""
         if overrides is not None and not isinstance(overrides, Mapping):
             raise TypeError(
@@ -97,7 +97,7 @@ class Choice:
         routes = {layer.name: self._route(layer, layer.name in sparse, step) for layer in layers}
         if warmup:
             return {layer.name: _dense(layer, routes[layer.name]) for layer in layers}
-        return _in_company(layers, routes)
+        return _merge_into_feedback_buckets(layers, routes)
 
     def digest(self) -> dict[str, str]:
         """What must be equal on all ranks, by what a message should call it."""
@@ -194,7 +194,7 @@ def _dense(layer: Layer, route: Route) -> Route:
     )
 
 
-def _in_company(layers: Sequence[Layer], routes: dict[str, Route]) -> dict[str, Route]:
+def _merge_into_feedback_buckets(layers: Sequence[Layer], routes: dict[str, Route]) -> dict[str, Route]:
     """Let layers without feedback share the buckets of layers with error feedback.
 
     What they do not send is dropped all the same; but a model of several compressors then costs one
@@ -257,12 +257,12 @@ def make_plan(
     version: int,
     step: int,
     expected: Mapping[str, Expected] | None = None,
-    own_levels: bool = False,
+    per_rank_levels: bool = False,
 ) -> Plan:
     """The routes as a plan; ``expected`` is what a planner foresees of some layers, by name."""
     foreseen = expected or {}
     rows = (_row(layer, routes[layer.name], foreseen.get(layer.name)) for layer in layers)
-    return Plan(tuple(rows), version, step, own_levels)
+    return Plan(tuple(rows), version, step, per_rank_levels)
 
 
 def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:

@@ -14,8 +14,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvd_adaptive.failure import told_by
-from hvd_adaptive.transport import joins_named
+from hvd_adaptive.comm.excepthook import told_by
+from hvd_adaptive.comm.transport import joins_named
 from hvd_adaptive.wire import MAX_GATHERED_BYTES
 
 T = TypeVar("T")

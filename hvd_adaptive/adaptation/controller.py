@@ -23,17 +23,25 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.channel import Channel, Pending
+from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
+from hvd_adaptive.comm.control_channel import Channel, Pending
+from hvd_adaptive.comm.excepthook import told_by
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, GatheredCompressor, Level
-from hvd_adaptive.compressors.candidates import Candidate, candidates_of, errors_of, sizes_of
-from hvd_adaptive.exchange import Trip
-from hvd_adaptive.failure import told_by
+from hvd_adaptive.engine.exchange import CollectiveTiming
+from hvd_adaptive.engine.routing import CompressionConfig, Expected
 from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.planning import DENSE, Facts, Need, Recipe, StepFacts, Table, Transfer
-from hvd_adaptive.planning.facts import Float64s, Int64s
-from hvd_adaptive.planning.planners import format_recipe
-from hvd_adaptive.routing import Choice, Expected
+from hvd_adaptive.planning import (
+    DENSE,
+    Measurement,
+    PlanningInput,
+    Recipe,
+    StepMeasurements,
+    Table,
+    Transfer,
+)
+from hvd_adaptive.planning.measurements import Float64s, Int64s
+from hvd_adaptive.planning.recipes import format_recipe
 from hvd_adaptive.telemetry import Meter
 
 LAG = 5
@@ -100,7 +108,7 @@ Assignment: TypeAlias = tuple[Compressor | None, Level]
 """What a plan gives to one layer; no compressor means that it travels dense."""
 
 
-class Pilot:
+class AdaptationController:
     """One optimizer's planner and what belongs to it; every rank has one.
 
     Args:
@@ -140,7 +148,7 @@ class Pilot:
         self._factors_since = 0
         self._decided = False
         self._levels: dict[str, int] = {}
-        self._told: list[list[int]] = []
+        self._last_decision: list[list[int]] = []
         """The last decision's levels: a row that counts for all ranks, or a row for each."""
         self.expected: dict[str, Expected] = {}
         """Of every layer under the last plan, where errors were measured."""
@@ -155,8 +163,10 @@ class Pilot:
         """In the dense warm-up: nothing is decided."""
         self._loaded: Mapping[str, Any] | None = None
         # of the last step, and what completes it once all ranks have told theirs
-        self._facts: tuple[StepFacts, list[Callable[[StepFacts], StepFacts]]] | None = None
-        self._backlog: list[StepFacts] = []
+        self._facts: (
+            tuple[StepMeasurements, list[Callable[[StepMeasurements], StepMeasurements]]] | None
+        ) = None
+        self._backlog: list[StepMeasurements] = []
         self._trigger: int | None = None
         self._averages: Pending | None = None
         self._table: Float64s | None = None
@@ -192,11 +202,11 @@ class Pilot:
             self._future.exception()  # waits: the planner must not plan and observe at once
         self._rows = {layer.name: self._row(layer, own) for layer, own in layers}
         self._levels = {name: row.default for name, row in self._rows.items()}
-        self._told, self.expected = [], {}
+        self._last_decision, self.expected = [], {}
         # a plan of other layers is of no use
         self._averages = self._table = self._trigger = self._message = self._future = None
         self._sampled = 0
-        self._go_on()
+        self._restore()
 
     def _row(self, layer: Layer, own: Compressor) -> _Row:
         candidates = candidates_of(layer, tuple(dict.fromkeys([own, *self._alternatives])))
@@ -208,7 +218,7 @@ class Pilot:
         sums = np.zeros(len(candidates) + 1 + len(varying))
         return _Row(layer, own, candidates, default, sizes, dense, varying, sums)
 
-    def renounce(self) -> None:
+    def invalidate(self) -> None:
         """Layers no longer do what the last plan gives them."""
         self._decided = False
 
@@ -225,39 +235,39 @@ class Pilot:
 
     def samples(self, step: int) -> bool:
         """Whether this step's gradients count for the errors."""
-        if Need.ERRORS not in self._needs or self.recipe.accumulate:
-            return Need.ERRORS in self._needs
+        if Measurement.ERRORS not in self._needs or self.recipe.accumulate:
+            return Measurement.ERRORS in self._needs
         period = self.recipe.period or 10 * SAMPLES
         return step % max(APART, period // SAMPLES) == 0
 
     @property
     def exact(self) -> bool:
         """Whether it decides on a step's gradients before they are sent."""
-        return Need.GAINS_FIRST in self._needs
+        return Measurement.GAINS_BEFORE_SEND in self._needs
 
     @property
-    def own_levels(self) -> bool:
+    def per_rank_levels(self) -> bool:
         """Whether every rank has levels of its own."""
-        return Need.OWN_ERRORS in self._needs
+        return Measurement.PER_RANK_ERRORS in self._needs
 
     @property
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
         varies = any(row.varying for row in self._rows.values())
-        return varies or bool(self._needs & {Need.GAINS, Need.GAINS_FIRST})
+        return varies or bool(self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND})
 
-    def watches(self, step: int) -> bool:
-        """Whether :meth:`measure` wants to see the layers of this step."""
-        return Need.ENERGY in self._needs or self._measures_gains(step) or self.samples(step)
+    def observes(self, step: int) -> bool:
+        """Whether :meth:`observe` wants to see the layers of this step."""
+        return Measurement.ENERGY in self._needs or self._measures_gains(step) or self.samples(step)
 
     def _measures_gains(self, step: int) -> bool:
         """Whether gains are measured in this step; the same on all ranks."""
         if self.exact:
             return True
         new = step < self._factors_since + NEW
-        return Need.GAINS in self._needs and (new or step % RARE == 0)
+        return Measurement.GAINS in self._needs and (new or step % RARE == 0)
 
-    def measure(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
+    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
         """Look at one layer.
 
         Args:
@@ -315,26 +325,28 @@ class Pilot:
 
     # --- a step's end -----------------------------------------------------------------------------
 
-    def end_step(self, step: int, learning_rate: float | None, trips: Sequence[Trip]) -> None:
+    def end_step(
+        self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]
+    ) -> None:
         """A step's gradients have all been reduced; all ranks call it."""
         now = self._meter.now()
         self._sampled += self.samples(step)
         seconds = None if self._ended is None else now - self._ended
         self._ended = now
-        self._forecast.step(step, seconds, trips)
-        self._tell_last()
-        facts = _facts_of(step, seconds, learning_rate, trips, self._needs)
+        self._forecast.step(step, seconds, timings)
+        self._finish_previous_step()
+        facts = _facts_of(step, seconds, learning_rate, timings, self._needs)
         if np.isfinite(samples := self._meter.samples_per_step):
             facts = replace(facts, samples=samples)
-        completions: list[Callable[[StepFacts], StepFacts]] = []
-        if not self.exact and (Need.ENERGY in self._needs or self._measures_gains(step)):
+        completions: list[Callable[[StepMeasurements], StepMeasurements]] = []
+        if not self.exact and (Measurement.ENERGY in self._needs or self._measures_gains(step)):
             averages = self._channel.mean(self._step_vector(step))
             completions.append(partial(_with_averages, factors=self._factors, averages=averages))
-        if Need.TRANSFERS in self._needs:
-            least = self._channel.least(_own_times(facts.compute_seconds, trips))
-            traffic = [trip.traffic for trip in trips]
+        if Measurement.TRANSFERS in self._needs:
+            least = self._channel.least(_own_times(facts.compute_seconds, timings))
+            traffic = [timing.traffic for timing in timings]
             completions.append(partial(_with_times, traffic=traffic, least=least))
-        if self._needs & {Need.GAINS, Need.GAINS_FIRST} and not self._decided:
+        if self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND} and not self._decided:
             facts = replace(facts, seconds=None)  # of a factor that nobody chose
         self._facts = (replace(facts, factor=self._factor), completions)
         if self._averages is not None and self._trigger is not None and step > self._trigger:
@@ -351,7 +363,7 @@ class Pilot:
         self._lost, self._whole, self._energy = np.zeros(len(self._factors)), 0.0, {}
         return np.concatenate([gains, energy])
 
-    def _tell_last(self) -> None:
+    def _finish_previous_step(self) -> None:
         """Complete what is known of the step before this one; all ranks wait for each other's."""
         if self._facts is None:
             return
@@ -381,7 +393,9 @@ class Pilot:
         mean = self._table_of(everyone.mean(axis=0))
         # of as many ranks as there are now: a run may have been resumed with others
         own = [self._table_of(each) for each in everyone] if len(everyone) == self._ranks > 1 else []
-        facts = Facts(step, mean[0], self._bucket_array(), self._other_bytes, tuple(t for t, _ in own))
+        facts = PlanningInput(
+            step, mean[0], self._bucket_array(), self._other_bytes, tuple(t for t, _ in own)
+        )
         decision = self._planner.plan(facts)
         seen, choices = (own, decision.own) if decision.own else ([mean], (decision.levels,))
         levels = [choice.tolist() for choice in choices]
@@ -389,7 +403,7 @@ class Pilot:
         return json.dumps(
             {
                 "levels": levels,
-                "changed": not self._decided or levels != self._told,
+                "changed": not self._decided or levels != self._last_decision,
                 "factor": decision.factor,
                 "factors": list(self._planner.factors),
                 "report": {**decision.report, "planner_seconds": perf_counter() - start},
@@ -398,7 +412,8 @@ class Pilot:
                     _errors_at(table, choice) for (table, _), choice in zip(seen, choices, strict=True)
                 ],
                 "energies": [
-                    energies.tolist() if Need.ERRORS in self._needs else [] for _, energies in seen
+                    energies.tolist() if Measurement.ERRORS in self._needs else []
+                    for _, energies in seen
                 ],
             }
         )
@@ -419,7 +434,7 @@ class Pilot:
 
     # --- the protocol -----------------------------------------------------------------------------
 
-    def wants(self, step: int) -> tuple[bool, bool]:
+    def votes(self, step: int) -> tuple[bool, bool]:
         """At the start of a step, what the first rank asks all to do at its end.
 
         Returns:
@@ -435,15 +450,15 @@ class Pilot:
         busy = self._trigger is not None or self.idle
         return not busy and self._planner.due(step - 1), ready
 
-    def collect(self, step: int) -> None:
+    def start_collection(self, step: int) -> None:
         """Start to average, or to gather, the tables of all ranks; all of them call it."""
-        if Need.ERRORS in self._needs and not self._sampled:
+        if Measurement.ERRORS in self._needs and not self._sampled:
             return  # asked again until something was measured
         self._trigger, self._sampled = step, 0
-        join = self._channel.gather if self.own_levels else self._channel.mean
+        join = self._channel.gather if self.per_rank_levels else self._channel.mean
         self._averages = join(self._take_measured())
 
-    def adopt(self, step: int) -> dict[str, Assignment] | None:
+    def apply_decision(self, step: int) -> dict[str, Assignment] | None:
         """Take over the first rank's decision; all ranks call it.
 
         Returns:
@@ -456,21 +471,21 @@ class Pilot:
         self._trigger = None
         return self._use(decided, step)
 
-    def decide_now(self, step: int) -> dict[str, Assignment] | None:
+    def decide_before_launch(self, step: int) -> dict[str, Assignment] | None:
         """With all of this step's gains measured and nothing sent: plan at once, if that is due.
 
         Returns:
             What every layer does from this step on; None where nothing changes.
         """
         averages = self._channel.mean(self._step_vector(step))
-        gains = _with_averages(StepFacts(step, factor=self._factor), self._factors, averages)
+        gains = _with_averages(StepMeasurements(step, factor=self._factor), self._factors, averages)
         table = self._channel.mean(self._take_measured())()
         if self._first:
             self._guard(lambda: self._decide(step, gains, table))
         decided = self._share()
         return None if decided is None else self._use(decided, step)
 
-    def _decide(self, step: int, gains: StepFacts, table: Float64s) -> None:
+    def _decide(self, step: int, gains: StepMeasurements, table: Float64s) -> None:
         self._observe_backlog()
         self._planner.observe(gains)
         if not self.idle and self._planner.due(step):
@@ -485,10 +500,10 @@ class Pilot:
         if "error" in decided:
             failure = RuntimeError(f"the planner failed on the first rank: {decided['error']}")
             raise (failure if self._first else told_by("the first rank", failure)) from self._failure
-        self._told = decided["levels"]
+        self._last_decision = decided["levels"]
         # a decision for other ranks, in a resumed run, has a row that all can use: the first
-        mine = self._rank if len(self._told) == self._ranks else 0
-        self._levels = dict(zip(self._rows, self._told[mine], strict=True))
+        mine = self._rank if len(self._last_decision) == self._ranks else 0
+        self._levels = dict(zip(self._rows, self._last_decision[mine], strict=True))
         foreseen = zip(decided["errors"][mine], decided["energies"][mine], strict=False)
         self.expected = {
             name: (error, energy)
@@ -543,7 +558,7 @@ class Pilot:
         """Everything between two steps; what is under way is waited for. All ranks call it."""
         if self._loaded is not None:
             return copy.deepcopy(dict(self._loaded))  # nothing has happened since
-        self._tell_last()
+        self._finish_previous_step()
         if self._averages is not None:
             self._table, self._averages = self._averages(), None
         if self._first and self._future is not None:
@@ -554,7 +569,7 @@ class Pilot:
             "recipe": type(self.recipe).__name__,
             "planner": self._planner.state_dict(),
             "levels": dict(self._levels),
-            "told": [list(row) for row in self._told],
+            "told": [list(row) for row in self._last_decision],
             "expected": dict(self.expected),
             "factor": self._factor,
             "decided": self._decided,
@@ -592,9 +607,9 @@ class Pilot:
         self._lost = np.zeros(len(self._factors))
         self._loaded = state
         if self._rows:
-            self._go_on()
+            self._restore()
 
-    def _go_on(self) -> None:
+    def _restore(self) -> None:
         """Take what was loaded for the layers that there are."""
         state, self._loaded = self._loaded, None
         if state is None:
@@ -605,7 +620,7 @@ class Pilot:
         self._trigger, self._message = state["trigger"], state["message"]
         self._table = None if state["table"] is None else np.array(state["table"])
         self._levels = dict(state["levels"])
-        self._told = [list(row) for row in state["told"]]
+        self._last_decision = [list(row) for row in state["told"]]
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         for name, row in self._rows.items():
             sums, row.samples, total = state["measured"][name]
@@ -636,15 +651,15 @@ class Forecast:
         self._report = report
         self._forget()
 
-    def step(self, step: int, seconds: float | None, trips: Sequence[Trip]) -> None:
+    def step(self, step: int, seconds: float | None, timings: Sequence[CollectiveTiming]) -> None:
         """One step under the plan."""
-        if not self._report or seconds is None or not trips:
+        if not self._report or seconds is None or not timings:
             return
         self._steps += 1
         costs = {
-            "bytes": sum(trip.traffic for trip in trips),
+            "bytes": sum(timing.traffic for timing in timings),
             "seconds": seconds,
-            "sync_seconds": span_of(trips),
+            "sync_seconds": span_of(timings),
         }
         for key, value in costs.items():
             self._sums[key] = self._sums.get(key, 0.0) + value
@@ -687,13 +702,15 @@ def nominal_factor(candidate: Candidate, layer: Layer) -> float:
     return layer.nbytes / max(1, payload)
 
 
-def check_own_levels(recipe: Recipe, choice: Choice, alternatives: Sequence[object] = ()) -> None:
+def check_per_rank_levels(
+    recipe: Recipe, choice: CompressionConfig, alternatives: Sequence[object] = ()
+) -> None:
     """ValueError if ranks are to have levels of their own, which these compressors do not allow.
 
     A sum needs the same of all ranks; of what is gathered, each rank tells its levels with it, but not
     its compressors.
     """
-    if Need.OWN_ERRORS not in recipe.planner().needs:
+    if Measurement.PER_RANK_ERRORS not in recipe.planner().needs:
         return
     summed = [
         each.name
@@ -722,7 +739,9 @@ def label(candidate: Candidate) -> str:
     return f"{format_spec(candidate.compressor)} at {candidate.level:g}"
 
 
-def _with_averages(facts: StepFacts, factors: Sequence[float], averages: Pending) -> StepFacts:
+def _with_averages(
+    facts: StepMeasurements, factors: Sequence[float], averages: Pending
+) -> StepMeasurements:
     """The step with the gains at these factors and the energies of all layers."""
     vector = averages()
     gains = dict(zip(factors, vector[: len(factors)].tolist(), strict=True))
@@ -733,28 +752,28 @@ def _facts_of(
     step: int,
     seconds: float | None,
     learning_rate: float | None,
-    trips: Sequence[Trip],
-    needs: frozenset[Need],
-) -> StepFacts:
-    facts = StepFacts(step, seconds=seconds, learning_rate=learning_rate)
-    if seconds is None or not trips:
+    timings: Sequence[CollectiveTiming],
+    needs: frozenset[Measurement],
+) -> StepMeasurements:
+    facts = StepMeasurements(step, seconds=seconds, learning_rate=learning_rate)
+    if seconds is None or not timings:
         return facts
-    exposed = sum(trip.exposed for trip in trips)
+    exposed = sum(timing.exposed for timing in timings)
     facts = replace(facts, compute_seconds=max(0.0, seconds - exposed))
-    if Need.BUCKETS in needs:
-        nbytes = np.zeros(1 + max(trip.bucket for trip in trips))
-        for trip in trips:
-            nbytes[trip.bucket] += trip.traffic
-        facts = replace(facts, bucket_bytes=nbytes, sync_seconds=span_of(trips))
+    if Measurement.BUCKETS in needs:
+        nbytes = np.zeros(1 + max(timing.bucket for timing in timings))
+        for timing in timings:
+            nbytes[timing.bucket] += timing.traffic
+        facts = replace(facts, bucket_bytes=nbytes, sync_seconds=span_of(timings))
     return facts
 
 
-def span_of(trips: Sequence[Trip]) -> float:
+def span_of(timings: Sequence[CollectiveTiming]) -> float:
     """Seconds from the start of the first collective to the end of the last."""
-    return max(trip.done for trip in trips) - min(trip.launched for trip in trips)
+    return max(timing.done for timing in timings) - min(timing.launched for timing in timings)
 
 
-def _own_times(compute_seconds: float | None, trips: Sequence[Trip]) -> Float64s:
+def _own_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming]) -> Float64s:
     """Less this rank's computing time; then of all collectives together, and of each: seconds, twice.
 
     The second time they are infinite where this rank mostly did something else meanwhile. A rank's
@@ -763,18 +782,18 @@ def _own_times(compute_seconds: float | None, trips: Sequence[Trip]) -> Float64s
     over the ranks are what computing and collectives take.
     """
     times = [np.inf if compute_seconds is None else -compute_seconds]
-    spans = [(span_of(trips), sum(trip.exposed for trip in trips))] if trips else []
+    spans = [(span_of(timings), sum(timing.exposed for timing in timings))] if timings else []
     free = -np.inf
-    for trip in trips:
+    for timing in timings:
         # collectives go one after the other, so one begins when the one before has ended
-        spans.append((trip.done - max(trip.launched, free), trip.exposed))
-        free = trip.done
+        spans.append((timing.done - max(timing.launched, free), timing.exposed))
+        free = timing.done
     for seconds, exposed in spans:
         times += [seconds, seconds if exposed >= 0.5 * seconds > 0 else np.inf]
     return np.array(times)
 
 
-def _with_times(facts: StepFacts, traffic: Sequence[int], least: Pending) -> StepFacts:
+def _with_times(facts: StepMeasurements, traffic: Sequence[int], least: Pending) -> StepMeasurements:
     """The step with its transfers and computing time, from the least of :func:`_own_times`."""
     computing, *times = least().tolist()
     known = [_known(*pair) for pair in zip(times[::2], times[1::2], strict=True)]

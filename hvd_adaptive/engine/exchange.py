@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive import keys, wire
-from hvd_adaptive.buckets import Bucket, Part
+from hvd_adaptive import rng, wire
+from hvd_adaptive.buckets import Bucket, Segment
+from hvd_adaptive.comm.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 from hvd_adaptive.compressors.base import (
     Batch,
     CastCompressor,
@@ -32,10 +33,9 @@ from hvd_adaptive.compressors.base import (
     Rounds,
     all_finite,
 )
-from hvd_adaptive.feedback import Memory, split
+from hvd_adaptive.feedback import FeedbackState, split
 from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
-from hvd_adaptive.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 
 Steps: TypeAlias = Generator[Request, Tensor, None]
 
@@ -64,7 +64,7 @@ class _Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class CollectiveTiming:
     """One collective of a step.
 
     Args:
@@ -83,7 +83,7 @@ class Trip:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """A bucket whose collective is under way."""
 
     bucket: Bucket
@@ -114,18 +114,18 @@ class Exchange:
         self.seed = seed
         self.rank = rank
         self._step = 0
-        self._inflight: deque[_Flight] = deque()
-        self._memory: dict[int, Memory] = {}
+        self._inflight: deque[_InFlight] = deque()
+        self._memory: dict[int, FeedbackState] = {}
         self._staged: dict[int, _Staging] = {}
         self._vote: Handle | None = None
         self._questions: tuple[str, ...] = ()
         self._outcome: dict[str, float] | None = None
-        self.trips: list[Trip] = []
+        self.timings: list[CollectiveTiming] = []
         """This step's collectives, in the order in which they ended."""
         self.states: dict[Compressor, CodecState] = {}
         """What compressors have learnt, by :meth:`Compressor.state_key`."""
 
-    def attach(self, buckets: Sequence[Bucket], memory: dict[int, Memory]) -> None:
+    def attach(self, buckets: Sequence[Bucket], memory: dict[int, FeedbackState]) -> None:
         """Use these buckets from now on; ``memory`` of their feedback by bucket index."""
         if self._inflight:
             raise RuntimeError("buckets cannot be changed while their collectives are under way")
@@ -149,7 +149,7 @@ class Exchange:
     def begin_step(self, step: int) -> None:
         """Draw the random numbers of this step from now on."""
         self._step = step
-        self.trips.clear()
+        self.timings.clear()
 
     @property
     def busy(self) -> bool:
@@ -174,31 +174,31 @@ class Exchange:
     def finish(self) -> None:
         """Wait for every collective, in launch order, and write the results."""
         while self._inflight:
-            flight = self._inflight.popleft()
+            in_flight = self._inflight.popleft()
             waiting = perf_counter()
-            reply = self._transport.wait(flight.handle)
+            reply = self._transport.wait(in_flight.handle)
             done = perf_counter()
             more: Request | None
             try:
-                more = flight.steps.send(reply)
+                more = in_flight.steps.send(reply)
             except StopIteration:
                 more = None
-            traffic = self._transport.traffic(flight.request, nbytes_of(reply))
-            index, exposed = flight.bucket.index, done - waiting
-            self.trips.append(Trip(index, traffic, flight.launched, done, exposed))
+            traffic = self._transport.traffic(in_flight.request, nbytes_of(reply))
+            index, exposed = in_flight.bucket.index, done - waiting
+            self.timings.append(CollectiveTiming(index, traffic, in_flight.launched, done, exposed))
             self.meter.bucket(
                 index,
                 exposed=exposed,
-                communicate=done - flight.launched,
+                communicate=done - in_flight.launched,
                 decompress=perf_counter() - done,
                 traffic=traffic,
             )
             if more is not None:
-                self._submit(flight.bucket, flight.steps, more, flight.round + 1)
+                self._submit(in_flight.bucket, in_flight.steps, more, in_flight.round + 1)
 
     def drain(self) -> None:
         """Complete what is under way, refused or not, where a rank has joined; drop the results."""
-        handles = [flight.handle for flight in self._inflight]
+        handles = [in_flight.handle for in_flight in self._inflight]
         self._inflight.clear()
         for handle in handles:
             with suppress(JoinedRankError):
@@ -264,7 +264,7 @@ class Exchange:
         name = f"{self._prefix}.{bucket.index}.{round_}"
         handle = self._transport.submit(request, name, self._step)
         self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
-        self._inflight.append(_Flight(bucket, steps, request, handle, round_, launched))
+        self._inflight.append(_InFlight(bucket, steps, request, handle, round_, launched))
 
     # --- the ways of a bucket ---------------------------------------------------------------------
 
@@ -305,7 +305,9 @@ class Exchange:
         work = [_as_float32(grad) for grad in grads]
         x, adds = memory.begin(bucket, work, self._step)
         # a rule that looks at the gradients again keeps them; else the results take their place
-        results = [torch.empty_like(each) for each in work] if memory.rereads else work
+        results = (
+            [torch.empty_like(each) for each in work] if memory.needs_gradient_after_commit else work
+        )
         total = torch.empty_like(x)
         kept, rests = split(x, bucket.layers), split(total, bucket.layers)
         for rest, held, add in zip(rests, kept, adds, strict=True):
@@ -361,23 +363,25 @@ class Exchange:
 
     # --- what they share --------------------------------------------------------------------------
 
-    def _batch(self, bucket: Bucket, part: Part, x: Sequence[Tensor], outs: Sequence[Tensor]) -> Batch:
+    def _batch(
+        self, bucket: Bucket, part: Segment, x: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> Batch:
         """One linear compressor's share of a bucket."""
         return Batch(
             x[part.start : part.stop],
             outs[part.start : part.stop],
             bucket.layers[part.start : part.stop],
             part.levels,
-            self._keys(bucket, part, keys.SHARED),
+            self._keys(bucket, part, rng.SHARED),
             self.states.get(part.compressor.state_key),
             bucket.dtype,
             self._transport.size if part.keeps and self._memory[bucket.index].slots else 1,
         )
 
-    def _keys(self, bucket: Bucket, part: Part, rank: int) -> npt.NDArray[np.uint64]:
+    def _keys(self, bucket: Bucket, part: Segment, rank: int) -> npt.NDArray[np.uint64]:
         """Of the random numbers of one compressor's layers in this step."""
         layers = [layer.index for layer in bucket.layers[part.start : part.stop]]
-        return keys.layer_keys(self.seed, rank, self._step, layers)
+        return rng.layer_keys(self.seed, rank, self._step, layers)
 
     def _hand_over(self, bucket: Bucket, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Copy the results that were not formed in the gradients' own memory.
@@ -511,12 +515,12 @@ def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [view.view(layer.shape) for view, layer in zip(views, bucket.layers, strict=True)]
 
 
-def _linear(part: Part) -> LinearCompressor:
+def _linear(part: Segment) -> LinearCompressor:
     assert isinstance(part.compressor, LinearCompressor), part
     return part.compressor
 
 
-def _gathered(part: Part) -> GatheredCompressor:
+def _gathered(part: Segment) -> GatheredCompressor:
     assert isinstance(part.compressor, GatheredCompressor), part
     return part.compressor
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import horovod.torch as hvd
 
 if TYPE_CHECKING:
-    from hvd_adaptive.control import Control
+    from hvd_adaptive.comm.agreement import Control
 
 Message: TypeAlias = dict[str, Any]
 """JSON, one a line; an empty one is a sign of life. Nothing in it is executed."""

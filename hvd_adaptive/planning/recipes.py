@@ -4,12 +4,12 @@ How a planner is driven, on the rank that plans, between steps::
 
     planner = parse("lgreco:period=200").planner(ranks=16)
     for step in ...:
-        planner.observe(StepFacts(step, ...))        # what planner.needs asks for
+        planner.observe(StepMeasurements(step, ...))        # what planner.needs asks for
         if planner.due(step):
-            decision = planner.plan(Facts(step, table))
+            decision = planner.plan(PlanningInput(step, table))
             ...                                      # all ranks switch to decision.levels together
 
-* ``planner.needs`` says what must be measured (see :class:`~hvd_adaptive.planning.facts.Need`) and
+* ``planner.needs`` says what must be measured (see :class:`Measurement`) and
   ``planner.factors`` the compression factors whose gains are wanted now.
 * A :class:`~hvd_adaptive.planning.allocators.Table` holds the candidates of the layers that may be
   compressed; ``Decision.levels`` has one index for each of them, or ``DENSE``.
@@ -32,9 +32,9 @@ from hvd_adaptive import specs
 from hvd_adaptive.planning.allocators import (
     DENSE,
     Allocator,
-    Allowance,
-    AsGiven,
+    FollowReference,
     KMeans,
+    Limits,
     MinCostKnapsack,
     MinErrorKnapsack,
     Table,
@@ -44,13 +44,13 @@ from hvd_adaptive.planning.budgets import (
     Bandwidth,
     Budget,
     BudgetOptions,
-    Regimes,
+    CriticalRegimes,
     Static,
     Throughput,
 )
 from hvd_adaptive.planning.costs import OnlineCosts, random_plans
-from hvd_adaptive.planning.facts import Float64s, Int64s, Need, Options, StepFacts
 from hvd_adaptive.planning.knapsack import Infeasible
+from hvd_adaptive.planning.measurements import Float64s, Int64s, Measurement, Options, StepMeasurements
 
 __all__ = [
     "CGX",
@@ -58,7 +58,6 @@ __all__ = [
     "Accordion",
     "AccordionLGreCo",
     "Decision",
-    "Facts",
     "GraVAC",
     "GraVACLGreCo",
     "Kimad",
@@ -66,6 +65,7 @@ __all__ = [
     "LGreCo",
     "LGreCoTime",
     "Planner",
+    "PlanningInput",
     "Recipe",
     "format_recipe",
     "parse",
@@ -73,15 +73,15 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Facts:
+class PlanningInput:
     """What is known when a plan is made.
 
     Args:
         step: after which it is made.
-        table: candidates of the layers; its errors only where ``Need.ERRORS`` is needed.
+        table: candidates of the layers; its errors only where ``Measurement.ERRORS`` is needed.
         buckets: ``int64[L]``: bucket of each layer, in the order in which buckets travel.
         other_bytes: that layers which are not in the table send, whatever is decided.
-        own: the tables of all ranks, of which ``table`` is the mean; only for ``Need.OWN_ERRORS``.
+        own: tables of all ranks, whose mean is ``table``; only for ``PER_RANK_ERRORS``.
     """
 
     step: int
@@ -158,7 +158,7 @@ class Planner:
         >>> planner = parse("lgreco:period=200").planner()
         >>> planner.due(0), sorted(need.value for need in planner.needs)
         (True, ['errors'])
-        >>> decision = planner.plan(Facts(0, table))
+        >>> decision = planner.plan(PlanningInput(0, table))
         >>> decision.levels.tolist(), decision.report["bytes"], planner.due(199), planner.due(200)
         ([0, 1], 12.0, False, True)
     """
@@ -178,9 +178,11 @@ class Planner:
         self._trial = 0
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> frozenset[Measurement]:
         """What must be measured."""
-        buckets = {Need.BUCKETS} if self._pricing.prices != "bytes" or self._pricing.trials else set()
+        buckets = (
+            {Measurement.BUCKETS} if self._pricing.prices != "bytes" or self._pricing.trials else set()
+        )
         return self.budget.needs | self.allocator.allocator_needs | buckets
 
     @property
@@ -188,7 +190,7 @@ class Planner:
         """Compression factors whose gains are wanted now."""
         return self.budget.factors
 
-    def observe(self, facts: StepFacts) -> None:
+    def observe(self, facts: StepMeasurements) -> None:
         """Learn from a step. Cost: O(layers + buckets^2)."""
         self.budget.observe(facts)
         if facts.bucket_bytes is None or facts.sync_seconds is None:
@@ -203,7 +205,7 @@ class Planner:
         regular = self._period > 0 and step >= self._next
         return (regular or self.budget.urgent) and self.budget.ready
 
-    def plan(self, facts: Facts) -> Decision:
+    def plan(self, facts: PlanningInput) -> Decision:
         """Decide. Cost: that of the allocator; some 30 ms for 161 layers of 100 candidates.
 
         Raises:
@@ -234,7 +236,7 @@ class Planner:
             report["error"] = _mean(Table.error, facts.own, own)
         return Decision(levels, self.budget.factor, report, (*reasons, *why), own)
 
-    def _own(self, facts: Facts, levels: Int64s, allowed: Allowance) -> tuple[Int64s, ...]:
+    def _own(self, facts: PlanningInput, levels: Int64s, allowed: Limits) -> tuple[Int64s, ...]:
         """Each rank's levels, by its own errors; none where a layer travels dense, for that is summed.
 
         A rank that has seen nothing does as the others do on average.
@@ -246,14 +248,16 @@ class Planner:
             for each in facts.own
         )
 
-    def _predict(self, facts: Facts, levels: Int64s, own: tuple[Int64s, ...] = ()) -> dict[str, float]:
+    def _predict(
+        self, facts: PlanningInput, levels: Int64s, own: tuple[Int64s, ...] = ()
+    ) -> dict[str, float]:
         """What a step will cost."""
         nbytes = _mean(Table.bytes, facts.own, own) if own else facts.table.bytes(levels)
         found = {"bytes": nbytes + facts.other_bytes}
         seconds = self.budget.seconds(found["bytes"])
         if seconds is not None:
             found["seconds"] = seconds
-        costs = self._costs.fit() if Need.BUCKETS in self.needs else None
+        costs = self._costs.fit() if Measurement.BUCKETS in self.needs else None
         if costs is None:
             return found
         found |= {"bucket_costs_r2": costs.r2, "bucket_costs_intercept": costs.intercept}
@@ -265,7 +269,7 @@ class Planner:
             found["sync_seconds"] = costs.intercept + replace(facts.table, weights=prices).cost(levels)
         return found
 
-    def _allocate(self, table: Table, allowed: Allowance) -> tuple[Int64s, float, tuple[str, ...]]:
+    def _allocate(self, table: Table, allowed: Limits) -> tuple[Int64s, float, tuple[str, ...]]:
         """Levels, by how much the bound is missed, and why."""
         dense = table.all_dense()
         reference = allowed.reference
@@ -282,7 +286,7 @@ class Planner:
             missing = table.bytes(cheapest) - allowed.max_bytes
             return cheapest, max(0.0, missing), (f"as compressed as can be: {reason}",)
 
-    def _priced(self, facts: Facts) -> tuple[Table, tuple[str, ...]]:
+    def _priced(self, facts: PlanningInput) -> tuple[Table, tuple[str, ...]]:
         prices = self._pricing.prices
         if prices == "bytes":
             return facts.table, ()
@@ -297,7 +301,7 @@ class Planner:
             return facts.table, ("bytes count: the times do not depend on them",)
         return replace(facts.table, weights=weights), (f"times of buckets explain {costs.r2:.3f}",)
 
-    def _try(self, facts: Facts) -> Decision:
+    def _try(self, facts: PlanningInput) -> Decision:
         """One plan of the experiment."""
         counts = [len(row) for row in facts.table.sizes]
         levels = next(random_plans(counts, _buckets_of(facts).tolist(), start=self._trial))
@@ -331,9 +335,9 @@ def _mean(
     return float(np.mean([what(*each) for each in zip(tables, choices, strict=True)]))
 
 
-def _buckets_of(facts: Facts) -> Int64s:
+def _buckets_of(facts: PlanningInput) -> Int64s:
     if facts.buckets is None or len(facts.buckets) != len(facts.table.names):
-        raise ValueError("this planner needs the bucket of every layer: Facts(step, table, buckets)")
+        raise ValueError("this planner needs the bucket of every layer: PlanningInput(step, table, buckets)")
     return np.asarray(facts.buckets, dtype=np.int64)
 
 
@@ -404,7 +408,7 @@ class KimadPlus(Bandwidth, MinErrorKnapsack, Recipe):
 
 
 @dataclass(frozen=True)
-class GraVAC(Throughput, AsGiven, Recipe):
+class GraVAC(Throughput, FollowReference, Recipe):
     """``gravac``: the compression factor that gains most a second, for all layers.
 
     Options: those of :class:`Throughput` and :class:`Recipe`.
@@ -414,18 +418,18 @@ class GraVAC(Throughput, AsGiven, Recipe):
 
 
 @dataclass(frozen=True)
-class Accordion(Regimes, AsGiven, Recipe):
+class Accordion(CriticalRegimes, FollowReference, Recipe):
     """``accordion``: little compression for layers in a critical regime, much for the others.
 
-    Options: those of :class:`Regimes` and :class:`Recipe`.
+    Options: those of :class:`CriticalRegimes` and :class:`Recipe`.
     """
 
 
 @dataclass(frozen=True)
-class AccordionLGreCo(Regimes, MinCostKnapsack, Pricing, Recipe):
+class AccordionLGreCo(CriticalRegimes, MinCostKnapsack, Pricing, Recipe):
     """``accordion+lgreco``: the fewest bytes that lose no more than Accordion's levels do.
 
-    Options: those of :class:`Regimes`, :class:`MinCostKnapsack`, :class:`Pricing` and :class:`Recipe`.
+    Options: of :class:`CriticalRegimes`, :class:`MinCostKnapsack`, :class:`Pricing`, :class:`Recipe`.
     Source: L-GreCo, section 5.3.
     """
 

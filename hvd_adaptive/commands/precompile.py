@@ -1,4 +1,4 @@
-"""Compile every kernel into Numba's cache: ``python -m hvd_adaptive.warm``.
+"""Compile every kernel into Numba's cache: ``python -m hvd_adaptive.commands.precompile``.
 
 Worth one line in a job script: without it each rank compiles, in its first steps, for up to a minute.
 """
@@ -43,7 +43,7 @@ def _use(compressor: Compressor) -> None:
         compressor.decompress_layers_sum_([body], [torch.zeros(64)], 1.0)
     payload = compressor.compress_(x, level, shape=(8, 8), state=state)
     if isinstance(compressor, MultiLevel):
-        payload = compressor.shrink_(payload, x, level / 2)
+        payload = compressor.recompress_(payload, x, level / 2)
     compressor.decompress_add_(payload, torch.zeros(64))
     compressor.errors(x, [level], shape=(8, 8), state=state)
 

@@ -1,0 +1,1 @@
+"""Adaptation: measures, lets rank 0 plan, and switches all ranks at the same step."""

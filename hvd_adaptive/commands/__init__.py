@@ -1,0 +1,1 @@
+"""Commands of the package, each run as ``python -m hvd_adaptive.commands.NAME``."""

@@ -1,0 +1,1 @@
+"""The engine: from gradient hooks to reduced gradients."""
