@@ -36,7 +36,7 @@ from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_
 from hvd_adaptive.adaptation.controller import SAMPLES, label, link_bytes, nominal_factor
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.compressors.sparse import DensityCompressor
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import PlanningInput, Table, parse
 from hvd_adaptive.planning.measurements import Int64s

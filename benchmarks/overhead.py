@@ -175,9 +175,9 @@ def measure_calls(compression: str, repeats: int) -> dict[str, Any]:
 
 def _overhead(compression: str, layers: int, buckets: int, repeats: int) -> list[float]:
     """Seconds of each of :data:`PARTS` in one step, the gradients being there already."""
+    from hvd_adaptive.config import CompressionConfig, ReducerOptions
     from hvd_adaptive.engine.exchange import Exchange
-    from hvd_adaptive.engine.reducer import Options, Reducer
-    from hvd_adaptive.engine.routing import CompressionConfig
+    from hvd_adaptive.engine.reducer import Reducer
     from hvd_adaptive.telemetry import Meter
 
     params = [nn.Parameter(torch.zeros(32, 32)) for _ in range(layers)]
@@ -187,7 +187,7 @@ def _overhead(compression: str, layers: int, buckets: int, repeats: int) -> list
     reducer = Reducer(
         [(f"{index}", p) for index, p in enumerate(params)],
         CompressionConfig.of(compression, None, None),
-        Options(bucket_cap_bytes=cap),
+        ReducerOptions(bucket_cap_bytes=cap),
         LoneControl(),  # type: ignore[arg-type]
         exchange,
     )

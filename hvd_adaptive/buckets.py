@@ -1,6 +1,6 @@
-"""Buckets: which layers travel together, in one order on all ranks.
+"""Buckets: which layers are sent together, in one order on all ranks.
 
-A *bucket* is a run of layers that share one collective: all of them are summed by one allreduce, or
+A *bucket* is a run of layers whose payloads share one collective operation: all of them are summed, or
 all are gathered as one byte buffer. Building buckets is pure: the same layers, routes and order give
 the same buckets on every rank.
 """
@@ -14,9 +14,9 @@ import torch
 
 from hvd_adaptive import wire
 from hvd_adaptive.compressors.base import CastCompressor, Compressor, Level
-from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.layers import Layer, PayloadKind
 
-# A dense tensor at least this large travels alone: its gradient then is the collective's buffer, and
+# A dense tensor at least this large is sent alone: its gradient then is the collective's buffer, and
 # the copy into and out of a shared buffer is saved. Below it, one operation for many layers is worth
 # more than the copy (an operation costs about 1 ms, copying 4 MiB takes less).
 ALONE_BYTES = 4 << 20
@@ -24,11 +24,11 @@ ALONE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What happens to one layer: which compressor, at which level, by which collective."""
+    """What happens to one layer: which compressor, at which level, and what its payload is."""
 
     compressor: Compressor
     level: Level
-    collective: Collective
+    kind: PayloadKind
     wire_dtype: torch.dtype | None = None
     """dtype of a summed payload; None where the payload is bytes."""
     feedback: str = "none"
@@ -51,22 +51,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Layers that share one collective.
+    """Layers whose payloads are sent together.
 
     Args:
         index: position in the launch order.
-        collective: how its payloads meet.
+        kind: of its payloads.
         layers: its layers; those of one compressor stand side by side.
-        parts: its compressors and which of the layers are theirs.
+        segments: its compressors and which of the layers are theirs.
         dtype: dtype of the bucket's flat buffer.
         device: device of the bucket's flat buffer.
         feedback: the feedback rule of all its layers, as text.
     """
 
     index: int
-    collective: Collective
+    kind: PayloadKind
     layers: tuple[Layer, ...]
-    parts: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     dtype: torch.dtype
     device: torch.device
     feedback: str
@@ -86,7 +86,7 @@ class Bucket:
 class _Key:
     """What layers of one bucket have in common."""
 
-    collective: Collective
+    kind: PayloadKind
     dtype: torch.dtype
     device: torch.device
     feedback: str
@@ -102,9 +102,9 @@ def build_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut ``layers``, given in the order in which their gradients become ready, into buckets.
 
-    A bucket holds layers of one collective, dtype and device, and is closed once it holds
+    A bucket holds layers of one payload kind, dtype and device, and is closed once it holds
     ``cap_bytes``. Layers of one of the ``groups`` (names) stay together whatever their size; the
-    layers that are in no group then travel as without groups.
+    layers that are in no group are then sent as without groups.
 
     Args:
         layers: layers in ready order.
@@ -122,7 +122,7 @@ def build_buckets(
         key = _key(layer, routes[layer.name])
         group = group_of.get(layer.name) if key.whole_model is None else None
         compressed = not isinstance(routes[layer.name].compressor, CastCompressor)
-        if group is None and travels_alone(layer, key, compressed):
+        if group is None and is_sent_alone(layer, key, compressed):
             closed.append([(position, layer)])
             continue
         run = open_runs.setdefault((key, group), [])
@@ -167,27 +167,29 @@ def check_gathered(buckets: Sequence[Bucket], ranks: int) -> None:
 
 def _gathered_bytes(bucket: Bucket, ranks: int) -> int:
     """The most that an allgather or alltoall of the bucket holds, where that is known; else 0."""
-    if bucket.collective is Collective.TWO_SHOT:
+    if bucket.kind is PayloadKind.CAST:
         return -(-bucket.numel // ranks) * ranks * bucket.dtype.itemsize
-    if bucket.collective is not Collective.GATHER:
+    if bucket.kind is not PayloadKind.ENCODED:
         return 0
     codes = [
         sum(
-            part.compressor.wire_bytes(layer.numel, level, shape=layer.shape)
-            for layer, level in zip(bucket.layers[part.start : part.stop], part.levels, strict=True)
+            segment.compressor.wire_bytes(layer.numel, level, shape=layer.shape)
+            for layer, level in zip(
+                bucket.layers[segment.start : segment.stop], segment.levels, strict=True
+            )
         )
-        for part in bucket.parts
-        if not part.compressor.size_varies
+        for segment in bucket.segments
+        if not segment.compressor.size_varies
     ]
     return ranks * wire.frame_bytes(codes)
 
 
-def travels_alone(layer: Layer, key: _Key, compressed: bool) -> bool:
+def is_sent_alone(layer: Layer, key: _Key, compressed: bool) -> bool:
     """Whether the layer gets a bucket of its own: sparse ones, and large ones summed as they are."""
-    if key.collective is Collective.SPARSE:
+    if key.kind is PayloadKind.SPARSE:
         return True
     as_it_is = (
-        key.collective is Collective.REDUCE
+        key.kind is PayloadKind.SUMMABLE
         and key.dtype == layer.dtype
         and key.feedback == "none"
         and not compressed
@@ -198,7 +200,7 @@ def travels_alone(layer: Layer, key: _Key, compressed: bool) -> bool:
 def _key(layer: Layer, route: Route) -> _Key:
     compressor = route.compressor
     return _Key(
-        route.collective,
+        route.kind,
         route.wire_dtype or torch.float32,
         layer.device,
         route.feedback,
@@ -212,12 +214,10 @@ def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) ->
         route = routes[layer.name]
         by_compressor.setdefault((route.compressor, route.keeps), []).append(layer)
     ordered: list[Layer] = []
-    parts: list[Segment] = []
+    segments: list[Segment] = []
     for (compressor, keeps), members in by_compressor.items():
         levels = tuple(routes[layer.name].level for layer in members)
-        parts.append(Segment(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
+        segments.append(Segment(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
         ordered.extend(members)
     key = _key(ordered[0], routes[ordered[0].name])
-    return Bucket(
-        index, key.collective, tuple(ordered), tuple(parts), key.dtype, key.device, key.feedback
-    )
+    return Bucket(index, key.kind, tuple(ordered), tuple(segments), key.dtype, key.device, key.feedback)

@@ -40,7 +40,8 @@ from hvd_adaptive import feedback
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.engine.routing import routes_of
 from hvd_adaptive.feedback import RESIDUAL, FeedbackContext
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import DENSE, Recipe
@@ -55,7 +56,7 @@ class Run:
     Args:
         layers: all parameters, trained or not.
         choice: the user's compressors.
-        warmup_steps: dense steps at the start.
+        dense_steps: dense steps at the start.
         recipe: of the planner; None without one.
         alternatives: compressors whose levels the planner may choose beside those of ``choice``.
         ranks: how many there are.
@@ -63,7 +64,7 @@ class Run:
 
     layers: Sequence[Layer]
     choice: CompressionConfig
-    warmup_steps: int = 0
+    dense_steps: int = 0
     recipe: Recipe | None = None
     alternatives: tuple[Compressor, ...] = ()
     ranks: int = 1
@@ -389,8 +390,8 @@ def _memory_of(rule: str) -> tuple[frozenset[str], torch.dtype]:
     """What a feedback rule keeps of each layer: slots and dtype."""
     parsed = feedback.parse(rule)
     assert parsed is not None
-    memory = parsed.memory(FeedbackContext(lambda _: 0.0, lambda: 1))
-    return frozenset(memory.slots), memory.dtype
+    held = parsed.new_state(FeedbackContext(lambda _: 0.0, lambda: 1))
+    return frozenset(held.slots), held.dtype
 
 
 _SLOTS = frozenset().union(*(_memory_of(name)[0] for name in feedback.REGISTRY))
@@ -542,8 +543,8 @@ def _check_names(
 def _check_slots(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]) -> None:
     """Each slot is one that the layer's rule in this run has."""
     choice = run.choice if run.recipe is None else replace(run.choice, planned=planned(state))
-    step = state["rounds"] - run.warmup_steps
-    routes = choice.routes(run.layers, frozenset(), max(0, step), warmup=step < 0)
+    step = state["rounds"] - run.dense_steps
+    routes = routes_of(choice, run.layers, frozenset(), max(0, step), warmup=step < 0)
     for name, slots in state["kept"].items():
         rule = routes[name].feedback
         allowed = _memory_of(rule)[0] | {RESIDUAL}

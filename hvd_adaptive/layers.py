@@ -1,4 +1,4 @@
-"""A layer: one parameter tensor, and the ways in which its payloads can meet those of other ranks."""
+"""A layer: one parameter tensor, and the kinds of payloads that its gradient can become."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 _CPU = torch.device("cpu")
 
 
-class Collective(Enum):
-    """How the payloads of one bucket meet."""
+class PayloadKind(Enum):
+    """What can be done to payloads on their way; compressors declare it, schemes carry one kind."""
 
-    REDUCE = "allreduce"
-    """Payloads can be summed on the way: one allreduce."""
-    TWO_SHOT = "alltoall+allgather"
-    """Payloads can be summed, but not by Horovod: each rank sums one slice, then all gather them."""
-    GATHER = "allgather"
-    """Every rank's payload goes to every rank, which sums after decoding."""
-    SPARSE = "sparse allgather"
-    """A sparse gradient's indices and values, as Horovod sends them."""
+    SUMMABLE = "summable"
+    """Values that one allreduce adds up."""
+    CAST = "cast"
+    """Values that can be added, but in no operation of Horovod: bfloat16."""
+    ENCODED = "encoded"
+    """Bytes that must be decoded before they can be added."""
+    SPARSE = "sparse"
+    """Indices and values of a sparse gradient, as torch has them."""
 
 
 @dataclass(frozen=True, slots=True)

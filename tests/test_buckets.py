@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hvd_adaptive.buckets import ALONE_BYTES, build_buckets, check_gathered
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.engine.routing import CompressionConfig, make_plan
-from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.engine.routing import make_plan, routes_of
+from hvd_adaptive.layers import Layer, PayloadKind
 
 MIB = 1 << 20
 
@@ -32,40 +33,40 @@ def choice(
 )
 def test_every_layer_is_in_exactly_one_bucket(sides: list[int], cap: float, spec: str) -> None:
     layers = layers_of(*[(side, 100) for side in sides])
-    routes = choice(spec).routes(layers, frozenset())
+    routes = routes_of(choice(spec), layers, frozenset())
     buckets = build_buckets(layers, routes, cap)
     assert sorted(layer.index for bucket in buckets for layer in bucket.layers) == list(
         range(len(layers))
     )
     for bucket in buckets:
-        assert {routes[layer.name].collective for layer in bucket.layers} == {bucket.collective}
-        covered = [i for part in bucket.parts for i in range(part.start, part.stop)]
+        assert {routes[layer.name].kind for layer in bucket.layers} == {bucket.kind}
+        covered = [i for part in bucket.segments for i in range(part.start, part.stop)]
         assert covered == list(range(len(bucket.layers)))
 
 
 def test_a_bucket_is_closed_when_it_holds_the_cap() -> None:
     layers = layers_of(*[(256, 1024)] * 5)  # 1 MiB each
-    buckets = build_buckets(layers, choice("topk").routes(layers, frozenset()), 2 * MIB)
+    buckets = build_buckets(layers, routes_of(choice("topk"), layers, frozenset()), 2 * MIB)
     assert [len(bucket.layers) for bucket in buckets] == [2, 2, 1]
 
 
 def test_buckets_launch_in_the_order_in_which_they_are_completed() -> None:
     layers = layers_of((100, 100), (10,), (100, 100), (10,))
-    buckets = build_buckets(layers, choice("topk").routes(layers, frozenset()), 25 * MIB)
-    assert [bucket.collective for bucket in buckets] == [Collective.GATHER, Collective.REDUCE]
+    buckets = build_buckets(layers, routes_of(choice("topk"), layers, frozenset()), 25 * MIB)
+    assert [bucket.kind for bucket in buckets] == [PayloadKind.ENCODED, PayloadKind.SUMMABLE]
     assert [layer.index for layer in buckets[0].layers] == [0, 2]
 
 
 def test_a_large_dense_layer_travels_alone_so_that_it_is_not_copied() -> None:
     large = (ALONE_BYTES // 4, 1)
     layers = layers_of((10, 10), large, (10, 10))
-    buckets = build_buckets(layers, choice("none").routes(layers, frozenset()), 100 * MIB)
+    buckets = build_buckets(layers, routes_of(choice("none"), layers, frozenset()), 100 * MIB)
     assert [[layer.index for layer in bucket.layers] for bucket in buckets] == [[1], [0, 2]]
 
 
 def test_groups_stay_together_whatever_their_size() -> None:
     layers = layers_of(*[(256, 1024)] * 4)
-    routes = choice("topk").routes(layers, frozenset())
+    routes = routes_of(choice("topk"), layers, frozenset())
     buckets = build_buckets(layers, routes, 1.0, groups=[["layer0", "layer3"]])
     assert [[layer.index for layer in bucket.layers] for bucket in buckets] == [[1], [2], [0, 3]]
 
@@ -104,11 +105,11 @@ def test_overrides_must_be_a_mapping() -> None:
 
 def test_biased_compressors_get_error_feedback_by_default() -> None:
     layers = layers_of((100, 100))
-    assert choice("topk").routes(layers, frozenset())["layer0"].feedback == "ef"
-    assert choice("topk", feedback="none").routes(layers, frozenset())["layer0"].feedback == "none"
-    assert choice("fp16").routes(layers, frozenset())["layer0"].feedback == "none"
-    assert choice("fp16", feedback="ef").routes(layers, frozenset())["layer0"].feedback == "ef"
-    assert choice("none", feedback="ef").routes(layers, frozenset())["layer0"].feedback == "none"
+    assert routes_of(choice("topk"), layers, frozenset())["layer0"].feedback == "ef"
+    assert routes_of(choice("topk", feedback="none"), layers, frozenset())["layer0"].feedback == "none"
+    assert routes_of(choice("fp16"), layers, frozenset())["layer0"].feedback == "none"
+    assert routes_of(choice("fp16", feedback="ef"), layers, frozenset())["layer0"].feedback == "ef"
+    assert routes_of(choice("none", feedback="ef"), layers, frozenset())["layer0"].feedback == "none"
 
 
 def test_what_horovod_cannot_add_is_added_in_float32() -> None:
@@ -118,12 +119,12 @@ def test_what_horovod_cannot_add_is_added_in_float32() -> None:
         (torch.float64, torch.float64),
     ]:
         layers = layers_of((10, 10), dtype=dtype)
-        assert choice("none").routes(layers, frozenset())["layer0"].wire_dtype == wire
+        assert routes_of(choice("none"), layers, frozenset())["layer0"].wire_dtype == wire
 
 
 def test_the_plan_shows_each_layers_bytes_and_its_digest_tells_plans_apart() -> None:
     layers = layers_of((1000, 100), (10,))
-    routes = choice("topk").routes(layers, frozenset())
+    routes = routes_of(choice("topk"), layers, frozenset())
     plan = make_plan(layers, routes, version=0, step=0)
     assert plan.dense_bytes == 400_040
     assert plan.wire_bytes == routes["layer0"].compressor.wire_bytes(100_000, 0.01) + 40
@@ -146,13 +147,13 @@ def test_what_mpi_cannot_gather_is_refused_with_the_bucket_and_the_remedy(
     spec: str, shape: tuple[int, ...], ranks: int
 ) -> None:
     layers = layers_of((10, 10), shape)
-    buckets = build_buckets(layers, choice(spec).routes(layers, frozenset()), 25 * MIB)
+    buckets = build_buckets(layers, routes_of(choice(spec), layers, frozenset()), 25 * MIB)
     with pytest.raises(ValueError, match=r"bucket \d .*layer1\) would gather .* from .* bucket_cap_mb"):
         check_gathered(buckets, ranks)
-    check_gathered(build_buckets(layers[:1], choice(spec).routes(layers, frozenset()), 1), ranks)
+    check_gathered(build_buckets(layers[:1], routes_of(choice(spec), layers, frozenset()), 1), ranks)
 
 
 def test_what_the_data_decide_and_what_is_summed_is_not_refused_beforehand() -> None:
     layers = layers_of((1 << 14, 1 << 14))
     for spec in ("threshold", "randomk:density=1.0", "fp16", "none"):
-        check_gathered(build_buckets(layers, choice(spec).routes(layers, frozenset()), MIB), 1000)
+        check_gathered(build_buckets(layers, routes_of(choice(spec), layers, frozenset()), MIB), 1000)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hvd_adaptive import feedback
 from hvd_adaptive.buckets import Bucket, build_buckets
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.engine.routing import routes_of
 from hvd_adaptive.feedback import FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
 
@@ -17,14 +18,14 @@ LAYERS = [Layer(i, f"layer{i}", (size,), torch.float32) for i, size in enumerate
 
 def buckets_of(spec: str, names: list[str], cap: float) -> tuple[Bucket, ...]:
     layers = [layer for layer in LAYERS if layer.name in names]
-    routes = CompressionConfig.of(spec, None, "ef").routes(layers, frozenset())
+    routes = routes_of(CompressionConfig.of(spec, None, "ef"), layers, frozenset())
     return build_buckets(layers, routes, cap)
 
 
 def memory() -> FeedbackState:
     rule = feedback.parse("ef")
     assert rule is not None
-    return rule.memory(FeedbackContext(lambda index: 0.1, lambda: 1))
+    return rule.new_state(FeedbackContext(lambda index: 0.1, lambda: 1))
 
 
 def held(of: FeedbackState) -> dict[str, list[float]]:

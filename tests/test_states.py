@@ -18,7 +18,7 @@ from hvd_adaptive import merge_compression_states
 from hvd_adaptive.adaptation.candidates import candidates_of
 from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state
 from hvd_adaptive.compressors import format_spec, parse
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import parse as parse_recipe
 

@@ -24,13 +24,14 @@ import numpy as np
 from torch import Tensor
 
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
+from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.excepthook import told_by
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, GatheredCompressor, Level
-from hvd_adaptive.engine.exchange import CollectiveTiming
-from hvd_adaptive.engine.routing import CompressionConfig, Expected
-from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.engine.routing import Expected
+from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import (
     DENSE,
     Measurement,
@@ -213,7 +214,7 @@ class AdaptationController:
         mine = [index for index, row in enumerate(candidates) if row.compressor == own]
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
         sizes = np.array([link_bytes(row, layer, self._ranks) for row in candidates])
-        dense = on_link(layer.nbytes, Collective.REDUCE, self._ranks)
+        dense = on_link(layer.nbytes, PayloadKind.SUMMABLE, self._ranks)
         varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
         sums = np.zeros(len(candidates) + 1 + len(varying))
         return _Row(layer, own, candidates, default, sizes, dense, varying, sums)
@@ -545,7 +546,7 @@ class AdaptationController:
         sizes = row.link_bytes.copy()
         for index, payload in zip(row.varying, measured, strict=True):
             if payload > 0:
-                collective = row.candidates[index].compressor.collective
+                collective = row.candidates[index].compressor.payload_kind
                 sizes[index] = on_link(payload, collective, self._ranks)
         return sizes
 
@@ -682,14 +683,14 @@ def link_bytes(candidate: Candidate, layer: Layer, ranks: int) -> float:
     """Bytes that one rank's link carries in one direction for a layer (ring algorithms)."""
     compressor = candidate.compressor
     payload = compressor.wire_bytes(layer.numel, candidate.level, shape=layer.shape)
-    return on_link(payload, compressor.collective, ranks)
+    return on_link(payload, compressor.payload_kind, ranks)
 
 
-def on_link(payload: float, collective: Collective, ranks: int) -> float:
+def on_link(payload: float, collective: PayloadKind, ranks: int) -> float:
     """Bytes that a link carries in one direction for a payload of one rank (ring algorithms)."""
     if ranks == 1:
         return float(payload)
-    if collective is Collective.GATHER:
+    if collective is PayloadKind.ENCODED:
         return float(payload) * (ranks - 1)
     return payload * 2 * (ranks - 1) / ranks
 

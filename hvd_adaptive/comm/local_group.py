@@ -21,7 +21,8 @@ from torch import Tensor
 
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
-from hvd_adaptive.comm.transport import Request, Transport
+from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.planning.measurements import Float64s
 
 T = TypeVar("T")

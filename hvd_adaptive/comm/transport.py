@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import horovod.torch as hvd
-import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
-Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
+from hvd_adaptive.comm.request import Request, nbytes_of, operation_bytes
+
 Handle: TypeAlias = int | Callable[[], Tensor]
 
 
@@ -42,20 +41,6 @@ def joins_named() -> Iterator[None]:
         if "not supported with Join" not in str(error):
             raise
         raise JoinedRankError("payloads that are gathered, nor when layers change") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One collective.
-
-    Args:
-        operation: ``allreduce`` (in place), ``allgather`` (along the first dimension, which may
-            differ between ranks), ``alltoall`` (equal slices) or ``sparse`` (a sparse tensor).
-        tensor: this rank's contribution, contiguous.
-    """
-
-    operation: Operation
-    tensor: Tensor
 
 
 class Transport:
@@ -127,20 +112,14 @@ class Transport:
         return result
 
     def traffic(self, request: Request, received: int) -> int:
-        """Bytes that this rank puts on its link for a collective (ring algorithms).
+        """Bytes that this rank puts on its link for an operation, in one direction.
 
         Args:
-            request: the collective.
+            request: the operation.
             received: bytes of its result.
         """
-        own = nbytes_of(request.tensor)
-        match request.operation:
-            case "allreduce":
-                return 2 * (self.size - 1) * own // self.size
-            case "alltoall":
-                return (self.size - 1) * own // self.size
-            case "allgather" | "sparse":
-                return (self.size - 1) * received // self.size
+        sent = nbytes_of(request.tensor)
+        return int(operation_bytes(request.operation, sent, received, self.size))
 
 
 def _uncached(tensor: Tensor, step: int) -> Tensor:
@@ -159,10 +138,3 @@ def _flat(handle: int) -> Tensor:
     # alltoall also tells how many rows came from whom
     gathered: Tensor = result[0] if isinstance(result, tuple) else result
     return gathered.view(-1)
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """Bytes that a tensor takes on the wire."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire import WireError
 
 Level: TypeAlias = float
@@ -129,7 +129,7 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
-    collective: ClassVar[Collective]
+    payload_kind: ClassVar[PayloadKind]
     selects: ClassVar[bool] = False
     """True if a payload holds some of the elements and leaves the others as they are."""
     whole_model: ClassVar[bool] = False
@@ -416,7 +416,7 @@ class CastCompressor(LinearCompressor):
         if cls.wire_dtype is None or not tensor.dtype.is_floating_point:
             return tensor, None
         cast = tensor.to(cls.wire_dtype)
-        if cls.collective is Collective.REDUCE:
+        if cls.payload_kind is PayloadKind.SUMMABLE:
             return cast, tensor.dtype
         _warn_no_saving(cls.name)
         return cast.to(tensor.dtype), tensor.dtype
@@ -435,7 +435,7 @@ class GatheredCompressor(Compressor):
     choose their levels by themselves.
     """
 
-    collective = Collective.GATHER
+    payload_kind = PayloadKind.ENCODED
     draws: ClassVar[bool] = True
     """Whether random numbers are needed: without them, no keys are."""
 

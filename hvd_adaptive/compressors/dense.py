@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hvd_adaptive.compressors.base import CastCompressor
-from hvd_adaptive.layers import Collective
+from hvd_adaptive.layers import PayloadKind
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class NoCompression(CastCompressor):
     """
 
     name = "none"
-    collective = Collective.REDUCE
+    payload_kind = PayloadKind.SUMMABLE
     wire_dtype = None
 
 
@@ -43,7 +43,7 @@ class Float16(CastCompressor):
     """
 
     name = "fp16"
-    collective = Collective.REDUCE
+    payload_kind = PayloadKind.SUMMABLE
     wire_dtype = torch.float16
 
 
@@ -64,5 +64,5 @@ class BFloat16(CastCompressor):
     """
 
     name = "bf16"
-    collective = Collective.TWO_SHOT
+    payload_kind = PayloadKind.CAST
     wire_dtype = torch.bfloat16

@@ -26,7 +26,7 @@ from hvd_adaptive.compressors.base import (
     check_output,
     check_values,
 )
-from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import WireError
 
@@ -64,7 +64,7 @@ class PowerSGD(LinearCompressor):
     rank: int = 4
 
     name = "powersgd"
-    collective = Collective.REDUCE
+    payload_kind = PayloadKind.SUMMABLE
     biased = True
     wire_dtype = torch.float32
 

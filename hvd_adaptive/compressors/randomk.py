@@ -25,7 +25,7 @@ from hvd_adaptive.compressors.base import (
     check_values,
 )
 from hvd_adaptive.kernels import subset
-from hvd_adaptive.layers import Collective, Layer
+from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire import WireError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -66,7 +66,7 @@ class RandomK(LinearCompressor, MultiLevel):
     unbiased: bool = False
 
     name = "randomk"
-    collective = Collective.REDUCE
+    payload_kind = PayloadKind.SUMMABLE
 
     def __post_init__(self) -> None:
         if not 0.0 < self.density <= 1.0:

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.compressors import format_spec
+from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.reducer import Reducer
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.engine.state import progress_of, restore_progress
 from hvd_adaptive.feedback import copied, format_rule
 
 
@@ -189,26 +190,26 @@ class ElasticReducer(Reducer):
     def commit(self) -> dict[str, Any]:
         """What must go back with the weights, for :meth:`go_back`."""
         return {
-            "kept": copied(self.kept()),
-            "rates": dict(self._context.rates),
+            "kept": self._feedback.state_dict(),
+            "rates": dict(self._feedback.context.rates),
             "steps": self.steps,
-            "progress": self._progress(),
+            "progress": progress_of(self._codecs, self._progress),
         }
 
     def go_back(self, commit: Mapping[str, Any]) -> None:
         """Go on from a commit; Horovod may be down, and nothing is asked of other ranks."""
         self.leave()
-        self._keep(copied(commit["kept"]), commit["rates"])
+        self._feedback.replace(copied(commit["kept"]), commit["rates"])
         self.steps = commit["steps"]
-        self._exchange.states.clear()
-        self._restore(commit["progress"])
+        self._codecs.by_key.clear()
+        restore_progress(commit["progress"], self._codecs, self._progress)
         self._torn = False
 
     def leave(self) -> None:
         """Horovod has begun anew, or will: meet the ranks in the next step, which is a first one."""
-        self._exchange.abandon()
+        self._abandon()
         super().reset()
-        self._buckets = None
+        self._layout.launches.clear()
         self._world = None
 
     def reset(self) -> None:
@@ -231,16 +232,16 @@ class ElasticReducer(Reducer):
         self._agree_on_options()
         mine = _Member(
             self._met, self.rounds, not self._met and self._began_as != self._place(),
-            any(self.kept().values()), self._torn,
+            any(self._feedback.kept().values()), self._torn,
         )  # fmt: skip
         told = self._control.allgather(vars(mine))
         meeting = _Meeting(tuple(_Member(**member) for member in told))
         if not meeting.fits(mine):
-            self._keep({}, {})
+            self._feedback.replace({}, {})
         self._take_over(meeting)
         # what was drawn and collected for this step was for another number of it
         self._exchange.begin_step(self.rounds)
-        self._collect()
+        self._codecs.begin_step(self._layout.steps)
         super()._lay_out_first()
         if meeting.again and meeting.holders:
             self._reunite(meeting, fresh=not (mine.keeps and meeting.fits(mine)))
@@ -250,34 +251,36 @@ class ElasticReducer(Reducer):
     def _take_over(self, meeting: _Meeting) -> None:
         """What all ranks hold alike is rank 0's; what belongs to a rank's place is of the new one."""
         if not meeting.again:
-            self._control.agree("set_compression", lambda: self._choice, CompressionConfig.digest)
+            self._control.agree(
+                "set_compression", lambda: self._layout.config, CompressionConfig.digest
+            )
         else:
             first = self._control.hand_out(
                 {
                     "steps": self.steps,
                     "version": self.plan.version,
-                    "choice": _written(self._choice),
-                    **self._progress(),
+                    "config": _written(self._layout.config),
+                    **progress_of(self._codecs, self._progress),
                 }
             )
             self.steps = first["steps"]
-            self.plan = replace(self.plan, version=first["version"])
-            self._exchange.states.clear()
-            self._restore(first)
-            if first["choice"] != _written(self._choice):  # set_compression() was called there
-                self._choice = CompressionConfig.of(**first["choice"])
+            self._layout.plan = replace(self.plan, version=first["version"])
+            self._codecs.by_key.clear()
+            restore_progress(first, self._codecs, self._progress)
+            if first["config"] != _written(self._layout.config):  # set_compression() was called there
+                self._layout.config = CompressionConfig.of(**first["config"])
         if meeting.renews:
             self._plan_anew()
             ranks = self._control.size
             rank, dense_traffic = hvd.rank(), 2 * (ranks - 1) / ranks
             self._exchange.meter.ranks_changed(self._exchange.rank, rank, dense_traffic)
-            self._exchange.rank = self._context.rank = rank
+            self._exchange.rank = self._feedback.context.rank = rank
             self._configure(ranks)
 
     def _plan_anew(self) -> None:
         """What a planner has measured, and has under way, is of ranks that are no longer these."""
-        self._choice = replace(self._choice, planned={})
-        self._controller = self._new_controller()
+        self._layout.config = replace(self._layout.config, planned={})
+        self._layout.controller = self._new_controller()
 
     def _reunite(self, meeting: _Meeting, fresh: bool) -> None:
         """Let ranks that have kept nothing begin with the mean of what the others have.
@@ -289,13 +292,13 @@ class ElasticReducer(Reducer):
         def meet(flat: Tensor) -> tuple[Tensor, Tensor]:
             mine = flat.float()
             reduced = self._exchange.reduce(torch.zeros_like(mine) if fresh else mine)
-            if not self._exchange.averages:
+            if not self._exchange.transport.averages:
                 return torch.zeros_like(mine), reduced
             mean = reduced.mul_(len(meeting.members) / meeting.holders)
             return mean, mean
 
-        for bucket in self._buckets or ():
-            self._memories[bucket.feedback].merge_ranks(bucket, meet, fresh)
+        for bucket in self._layout.buckets or ():
+            self._feedback.merge_ranks(bucket, meet, fresh)
 
     def _tell(self, meeting: _Meeting) -> None:
         """Say on rank 0, once, what has changed."""
@@ -306,10 +309,10 @@ class ElasticReducer(Reducer):
         self._exchange.meter.text("elastic", news, self.steps)
 
 
-def _written(choice: CompressionConfig) -> dict[str, Any]:
+def _written(config: CompressionConfig) -> dict[str, Any]:
     """A choice without its plan, for :meth:`CompressionConfig.of`."""
     return {
-        "compression": format_spec(choice.compressor),
-        "overrides": {pattern: format_spec(each) for pattern, each in choice.overrides},
-        "feedback": None if choice.feedback is None else format_rule(choice.feedback),
+        "compression": format_spec(config.compressor),
+        "overrides": {pattern: format_spec(each) for pattern, each in config.overrides},
+        "feedback": None if config.feedback is None else format_rule(config.feedback),
     }

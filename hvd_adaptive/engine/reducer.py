@@ -1,65 +1,30 @@
-"""From hooks to buckets: watches gradients arrive, and has them reduced in one order on all ranks."""
+"""The reducer: has buckets reduced as gradients arrive, in one order on all ranks."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import itertools
-import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import checkpoint
-from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.adaptation.controller import (
-    AdaptationController,
-    Assignment,
-    check_per_rank_levels,
-    on_link,
-)
-from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
+from hvd_adaptive.adaptation.controller import AdaptationController
+from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.transport import JoinedRankError
-from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
-from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.config import CompressionConfig, ReducerOptions
+from hvd_adaptive.engine.ballot import Ballot
 from hvd_adaptive.engine.exchange import Exchange
-from hvd_adaptive.engine.routing import CompressionConfig, check_dtypes, make_plan, unfit_dtypes
-from hvd_adaptive.feedback import EF21, RESIDUAL, FeedbackContext, FeedbackState, LayerStates, copied
-from hvd_adaptive.layers import Collective, Layer
-from hvd_adaptive.planning import Plan, Recipe
-
-_NO_BUCKET = -1
-
-
-@dataclass(frozen=True)
-class Options:
-    """How gradients travel, beside the compressors.
-
-    Args:
-        passes: backward passes before a gradient travels.
-        sparse_as_dense: send sparse gradients as dense ones.
-        warmup_steps: steps at the start that send dense gradients.
-        bucket_cap_bytes: dense bytes at which a bucket is closed.
-        groups: names of layers that travel together, or a number of groups, or 0.
-        planner: what changes levels during training.
-        candidates: compressors that it may choose beside those of the layers.
-    """
-
-    passes: int = 1
-    sparse_as_dense: bool = False
-    warmup_steps: int = 0
-    bucket_cap_bytes: float = 25.0 * (1 << 20)
-    groups: int | tuple[tuple[str, ...], ...] = 0
-    planner: Recipe | None = None
-    candidates: tuple[Compressor, ...] = ()
+from hvd_adaptive.engine.feedback_states import FeedbackStates
+from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.engine.layout import Layout, Progress
+from hvd_adaptive.engine.state import restore_layers, restore_progress, state_of
+from hvd_adaptive.engine.step_gradients import StepGradients
+from hvd_adaptive.feedback import RESIDUAL, FeedbackContext
+from hvd_adaptive.layers import PayloadKind
+from hvd_adaptive.planning import Plan
 
 
 class Reducer:
@@ -72,321 +37,174 @@ class Reducer:
 
     Args:
         named: parameters and their names.
-        choice: the compressors.
-        options: how gradients travel.
+        config: the compressors.
+        options: how gradients are sent.
         control: agreement between ranks.
         exchange: sends the buckets.
         active: False on a rank that communicates with nobody; it then does nothing at all.
-        controller: changes levels during training; None leaves them as they were chosen.
+        controller: changes levels during training; None leaves them as they were configured.
     """
 
     def __init__(
         self,
         named: Iterable[tuple[str, Parameter]],
-        choice: CompressionConfig,
-        options: Options,
+        config: CompressionConfig,
+        options: ReducerOptions,
         control: Control,
         exchange: Exchange,
         active: bool = True,
         controller: AdaptationController | None = None,
     ) -> None:
         self._active = active
-        self._controller = controller
-        self._choice = choice
         self._options = options
         self._control = control
         self._exchange = exchange
-        self._memories: dict[str, FeedbackState] = {}
-        self._context = FeedbackContext(self._rate, lambda: control.size, exchange.seed, exchange.rank)
-        self._names: list[str] = []
-        self._params: list[Parameter] = []
-        self._hooks: list[RemovableHandle | None] = []
-        self._trained: list[bool] = []
-        self.passes = options.passes
-        """Backward passes before a gradient travels."""
-        self._remaining: list[int] = []
+        self._codecs = exchange.codec_states
+        self._ballot = Ballot(exchange.transport, f"{exchange.prefix}.vote")
+        self._hooks = GradientHooks(options.passes, active, self._arrive)
+        self._gradients = StepGradients(self._hooks)
+        context = FeedbackContext(self._rate, lambda: control.size, exchange.seed, exchange.rank)
+        self._feedback = FeedbackStates(context)
+        self._progress = Progress()
         self._arrivals: list[int] = []
-        self._grads: dict[int, Tensor] = {}
-        """This step's gradients as they were when they arrived, in whose memory results are formed."""
-        self._order: list[str] = []
-        self._sparse: frozenset[str] = frozenset()
-        self._densified: dict[int, Tensor] = {}
-        # layers that were frozen since the last step and took part in this one with zeros
-        self._frozen: dict[int, None] = {}
-        # what was kept of layers whose rule no longer does: residuals are sent with the next gradient
-        self._carry: LayerStates = {}
-        # what of that was sent in this step, by layer index
-        self._carried: dict[int, Tensor] = {}
-        # feedback rules that must see all gradients before the first is sent
-        self._observes_all: set[str] = set()
-        self._learn_next = False
-        self._rates: tuple[float, ...] = ()
         self.param_groups: Callable[[], list[dict[str, Any]]] = list
         """The optimizer's parameter groups, for their learning rates."""
-        self._buckets: tuple[Bucket, ...] | None = None
-        self._bucket_of: list[int] = []
-        self._added = False
-        self._waiting: list[int] = []
-        self._next = 0
-        self._laid_out_for = 0
+        self._parameters_changed = False
         self.touched = False
         """Whether a gradient has arrived since the last :meth:`synchronize`."""
-        self.rounds = 0
-        """How often gradients were synchronised."""
         self.steps = 0
         """How often the optimizer has stepped."""
         for name, parameter in named:
             self.add(name, parameter)
-        layers = self._layers()
-        choice.check_patterns([layer.name for layer in layers])
-        self.plan: Plan = make_plan(layers, choice.routes(layers, self._sparse), version=0, step=0)
-        """What every layer does now."""
+        self._layout = Layout(
+            self._hooks, config, options, control, exchange, self._feedback, self._progress, controller
+        )
 
-    # --- parameters and their hooks ---------------------------------------------------------------
+    @property
+    def plan(self) -> Plan:
+        """What every layer does now."""
+        return self._layout.plan
+
+    @property
+    def _controller(self) -> AdaptationController | None:
+        return self._layout.controller
+
+    # --- parameters and arriving gradients --------------------------------------------------------
 
     def add(self, name: str, parameter: Parameter) -> None:
         """Take one more parameter; from the next step on it is reduced."""
-        self._names.append(name)
-        self._params.append(parameter)
-        self._hooks.append(None)
-        self._trained.append(False)
-        self._remaining.append(self.passes)
-        self._bucket_of.append(_NO_BUCKET)
-        self._added = True
-        self._watch(len(self._params) - 1)
+        self._hooks.add(name, parameter)
+        self._parameters_changed = True
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            if hook is not None:
-                hook.remove()
+        self._hooks.close()
+
+    @property
+    def passes(self) -> int:
+        """Backward passes before a gradient is sent."""
+        return self._hooks.passes
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes before a gradient travels."""
-        self.passes = passes
-        self._remaining = [passes] * len(self._params)
-
-    def _watch(self, index: int) -> bool:
-        """Follow the parameter's ``requires_grad``; True if it changed."""
-        parameter = self._params[index]
-        if parameter.requires_grad == self._trained[index]:
-            return False
-        self._trained[index] = parameter.requires_grad
-        hook = self._hooks[index]
-        if hook is not None:
-            hook.remove()
-        # the parameter outlives the optimizer: its hook must not keep the optimizer alive
-        arrived = functools.partial(_arrived, weakref.ref(self), index)
-        self._hooks[index] = (
-            parameter.register_post_accumulate_grad_hook(arrived)
-            if parameter.requires_grad and self._active
-            else None
-        )
-        return True
+        """Change the number of backward passes before a gradient is sent."""
+        self._hooks.passes = passes
+        self._hooks.rearm()
 
     def _arrive(self, index: int) -> None:
         """A backward pass has accumulated the gradient of one parameter."""
         if not self.touched:
             self._begin()
-        left = self._remaining[index] - 1
-        if left < 0:
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to "
-                "step(). Increase backward_passes_per_step to accumulate gradients locally."
-            )
-        self._remaining[index] = left
-        if left:
+        if not self._hooks.is_complete(index):
             return
-        self._keep_gradient(index)
-        if self._buckets is None:
+        self._gradients.keep(index)
+        if self._layout.buckets is None:
             self._arrivals.append(index)
-            return
-        position = self._bucket_of[index]
-        if position == _NO_BUCKET:
-            return
-        self._waiting[position] -= 1
-        if (
-            position == self._next
-            and not self._observes_all
-            and not (self._controller and self._controller.exact)
-        ):
-            self._launch_complete(self._buckets)
+        elif self._layout.launches.arrived(index) and not self._waits_for_all:
+            for bucket in self._layout.launches.complete():
+                self._launch(bucket)
 
-    def _keep_gradient(self, index: int) -> None:
-        """Hold on to a gradient: until the step ends, ``grad`` may be bound to another tensor."""
-        grad = self._params[index].grad
-        assert grad is not None
-        # an alias, because "grad.data = other" changes the tensor itself; sparse ones are written whole
-        self._grads[index] = grad.detach() if grad.layout == torch.strided else grad
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether all gradients must have arrived before the first bucket is launched."""
+        decides_first = self._controller is not None and self._controller.exact
+        return decides_first or self._feedback.must_observe_all
 
     def _begin(self) -> None:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
         self.touched = True
         self._exchange.begin_step(self.rounds)
-        self._collect()
-        changed = [self._watch(index) for index in range(len(self._params))]
-        self._added = self._added or any(changed)
+        self._codecs.begin_step(self._layout.steps)
+        self._parameters_changed |= self._hooks.follow()
         if self._ranks_changed():
-            self._buckets = None
-
-    def _vote(self) -> list[str]:
-        """Tell all ranks what this one has met in this step, and ask for what rank 0's planner wants.
-
-        A rank that lays out again by itself would wait for the others forever, and they for it: so all
-        of them complete the step as it began, and learn at its end what any of them has met.
-
-        Returns:
-            Layers whose gradients have arrived and have been dropped since.
-        """
-        dropped = [self._names[index] for index in self._grads if self._params[index].grad is None]
-        collect, ready = self._controller.votes(self.rounds) if self._controller else (False, False)
-        self._exchange.vote(
-            adapt=self._added,
-            relearn=self._rates_fell(),
-            dropped=bool(dropped),
-            collect=collect,
-            ready=ready,
-        )
-        return dropped
+            self._layout.launches.clear()
 
     def _ranks_changed(self) -> bool:
         """Whether nothing is agreed with the ranks that there are now: in the first step."""
-        return self._control.size != self._laid_out_for
+        return self._layout.other_ranks
 
     @property
     def _alone(self) -> bool:
         """Whether what is set between steps is agreed with nobody."""
         return not self._active
 
-    def _collect(self) -> None:
-        """Have compressors collect statistics in this step, if it is one that they learn from."""
-        step = self.rounds - self._options.warmup_steps
-        for learner in self._learners():
-            learner.collecting = step >= 0 and (self._learn_next or learner.due(step))
-
-    def _learners(self) -> list[Learner]:
-        """The learning states, in the same order on all ranks."""
-        return [state for state in self._exchange.states.values() if isinstance(state, Learner)]
-
-    def _learn(self) -> None:
-        """Let the first rank make of all ranks' statistics what every rank then uses."""
-        for learner in self._learners():
-            if not learner.collecting:
-                continue
-            learner.collecting = False
-            everyone = self._control.allgather(learner.statistics())
-            learner.adopt(self._control.decide(functools.partial(learner.fit, everyone)))
-
-    def _rates_fell(self) -> bool:
-        """Whether a learning rate has fallen since the last step by what some learner calls a fall."""
-        before = self._rates
-        self._rates = tuple(float(group.get("lr", 0.0)) for group in self.param_groups())
-        drop = min((learner.drop for learner in self._learners()), default=math.inf)
-        return any(now < (1.0 - drop) * then for now, then in zip(self._rates, before, strict=False))
-
     def _rate(self, index: int) -> float:
         """The learning rate of a layer; 0 where the optimizer has none."""
-        parameter = self._params[index]
+        parameter = self._hooks.params[index]
         for group in self.param_groups():
             if any(member is parameter for member in group["params"]):
                 return float(group.get("lr", 0.0))
         return 0.0
 
+    def _rates_fell(self) -> bool:
+        """Whether a learning rate has fallen since the last step by what some learner calls a fall."""
+        before = self._progress.rates
+        rates = tuple(float(group.get("lr", 0.0)) for group in self.param_groups())
+        self._progress.rates = rates
+        kept = 1.0 - self._codecs.least_drop
+        return any(now < kept * then for now, then in zip(rates, before, strict=False))
+
     # --- launching --------------------------------------------------------------------------------
 
-    def _launch_complete(self, buckets: Sequence[Bucket]) -> None:
-        """Launch the buckets whose gradients have all arrived, up to the first that waits."""
-        while self._next < len(buckets) and self._waiting[self._next] == 0:
-            self._launch(buckets[self._next])
-            self._next += 1
-
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.collective is Collective.SPARSE:
-            self._exchange.start(bucket, [self._sparse_grad(bucket.layers[0])])
+        if bucket.kind is PayloadKind.SPARSE:
+            self._exchange.start(bucket, [self._gradients.sparse(bucket.layers[0])])
             return
-        grads = [self._dense_grad(layer.index) for layer in bucket.layers]
+        grads = self._dense_gradients(bucket)
         if self._controller and not self._controller.exact:
-            self._measure(self._controller, bucket, grads)
-        if self._carry:
-            for layer, grad in zip(bucket.layers, grads, strict=True):
-                self._add_carried(layer, grad)
+            self._show(self._controller, bucket, grads)
+        self._feedback.add_carried(bucket.layers, grads)
         self._exchange.start(bucket, grads)
 
-    def _add_carried(self, layer: Layer, grad: Tensor) -> None:
-        """Send the residual of a rule that was left together with the gradient.
+    def _dense_gradients(self, bucket: Bucket) -> list[Tensor]:
+        return [self._gradients.dense(layer.index) for layer in bucket.layers]
 
-        What would make the sum over the ranks overflow in the gradient's dtype waits for the next step.
-        """
-        residual = self._carry.pop(layer.name, {}).get(RESIDUAL)
-        if residual is None:
-            return
-        self._carried[layer.index] = residual
-        if layer.dtype != torch.float16:
-            grad.add_(residual.view(layer.shape))
-            return
-        total = grad.float().add_(residual.view(layer.shape))
-        limit = torch.finfo(layer.dtype).max / self._control.size
-        sent = torch.where(total.isfinite(), total.clamp(-limit, limit), total)
-        rest = total - sent
-        grad.copy_(sent)
-        if bool(rest.count_nonzero()):
-            self._carry[layer.name] = {RESIDUAL: rest.view(-1)}
+    def _show(self, controller: AdaptationController, bucket: Bucket, grads: Sequence[Tensor]) -> None:
+        """Let the controller observe what is about to be compressed."""
+        if controller.observes(self.rounds):
+            local, whole = self._feedback.preview(bucket, grads, controller.sees_feedback)
+            for layer, grad, x in zip(bucket.layers, local, whole, strict=True):
+                controller.observe(layer, grad, x, self.rounds)
 
-    def _return_carried(self) -> None:
-        """Keep again what was sent with a gradient that was not finite on some rank."""
-        for index, residual in self._carried.items():
-            if not all_finite(self._densified.get(index, self._grads[index])):
-                self._carry[self._names[index]] = {RESIDUAL: residual}
-        self._carried.clear()
+    def _complete(self) -> None:
+        """Launch what has not been launched, and wait for everything."""
+        buckets = self._layout.buckets
+        assert buckets is not None
+        if self._controller and self._controller.exact and self._layout.launches.untouched:
+            self._decide_before_launch(self._controller, buckets)
+        if self._feedback.must_observe_all:
+            self._feedback.observe_all(self._layout.buckets or (), self._gradients.dense)
+        for bucket in self._layout.launches.remaining():
+            self._launch(bucket)
+        self._exchange.finish()
 
-    def _measure(
-        self, controller: AdaptationController, bucket: Bucket, grads: Sequence[Tensor]
+    def _decide_before_launch(
+        self, controller: AdaptationController, buckets: Sequence[Bucket]
     ) -> None:
-        """Let the controller see what is about to be compressed."""
-        if not controller.observes(self.rounds):
-            return
-        local = [grad.detach().reshape(-1).float() for grad in grads]
-        whole = local
-        if controller.sees_feedback or bucket.feedback == EF21.name:
-            whole = self._memories[bucket.feedback].preview(bucket, local)
-        if bucket.feedback == EF21.name:
-            local = whole  # the gradient itself is never compressed
-        for layer, grad, x in zip(bucket.layers, local, whole, strict=True):
-            controller.observe(layer, grad, x, self.rounds)
-
-    def _dense_grad(self, index: int) -> Tensor:
-        """The gradient that is sent and overwritten; zeros where this rank has none."""
-        parameter = self._trained_or_cleared(index)
-        if parameter.grad is None and index not in self._grads:
-            parameter.grad = torch.zeros_like(parameter)
-        if index not in self._grads:
-            self._keep_gradient(index)
-        grad = self._grads[index]
-        if grad.layout != torch.strided:
-            grad = self._densified[index] = grad.to_dense()
-        return grad
-
-    def _sparse_grad(self, layer: Layer) -> Tensor:
-        """The gradient of a layer whose gradients are sparse on some rank."""
-        parameter = self._trained_or_cleared(layer.index)
-        grad = self._grads.get(layer.index, parameter.grad)
-        if grad is None:
-            indices = torch.empty((1, 0), dtype=torch.int64, device=layer.device)
-            values = torch.empty((0, *layer.shape[1:]), dtype=layer.dtype, device=layer.device)
-            grad = parameter.grad = torch.sparse_coo_tensor(indices, values, layer.shape)
-        elif grad.layout == torch.strided:
-            grad = grad.to_sparse(1)
-        self._grads[layer.index] = grad
-        return grad
-
-    def _trained_or_cleared(self, index: int) -> Parameter:
-        """The parameter; without a gradient if it was frozen, because that is of an earlier step."""
-        parameter = self._params[index]
-        if not self._trained[index]:
-            parameter.grad = None
-            self._grads.pop(index, None)
-            self._frozen[index] = None
-        return parameter
+        """Measure all gradients and plan with them before the first is sent."""
+        for bucket in buckets:
+            if bucket.kind is not PayloadKind.SPARSE:
+                self._show(controller, bucket, self._dense_gradients(bucket))
+        self._layout.switch(controller.decide_before_launch(self.rounds))
 
     # --- the end of a step ------------------------------------------------------------------------
 
@@ -405,22 +223,7 @@ class Reducer:
         if not self.touched:
             self._begin()
         try:
-            if self._buckets is None:
-                self._lay_out_first()
-            dropped = self._vote()
-            if self._controller and self._controller.exact:
-                self._require_all_ranks()  # it decides before anything is sent
-            self._complete()
-            self._return_carried()
-            outcome = self._exchange.voted()
-            learns = any(learner.collecting for learner in self._learners())
-            if self._controller or outcome["adapt"] or learns:
-                self._require_all_ranks()
-            if outcome["adapt"]:
-                self._adapt()
-            self._follow(outcome["collect"], outcome["ready"])
-            self._learn()
-            self._learn_next = outcome["relearn"]
+            dropped, anywhere = self._reduce_all()
         except JoinedRankError:
             self._exchange.drain()
             self.reset()
@@ -428,44 +231,61 @@ class Reducer:
         except HorovodInternalError:
             self._break_off()
             raise
-        self._bind_results()
-        self._restore_layouts()
-        self.rounds += 1
+        self._gradients.bind_results()
+        self._gradients.restore_layouts(self._layout.sparse if self._options.sparse_as_dense else ())
+        self._progress.rounds += 1
         self._rearm()
-        step = self.rounds - self._options.warmup_steps
-        if step == 0 or (step > 0 and self._choice.changes_at(step)):
-            self._lay_out(self._order)
-        if outcome["dropped"]:
+        step = self._layout.steps
+        if step == 0 or (step > 0 and self._layout.config.changes_at(step)):
+            self._layout.build()
+        if anywhere:
             self._refuse_dropped(dropped)
 
-    def _break_off(self) -> None:
-        """Horovod failed: the running step is forgotten, and the next is a first one."""
-        self._exchange.abandon()
-        self.reset()
-        self._laid_out_for = 0
+    def _reduce_all(self) -> tuple[list[str], bool]:
+        """Complete the step as it began, and follow what the ranks have voted for.
 
-    def _lay_out_first(self) -> None:
-        """Agree on the layers, and build their buckets."""
-        self._agree()
-        self._lay_out(self._order)
+        A rank that changed its layout by itself would wait for the others forever, and they for it: so
+        all ranks complete the step first, and learn at its end what any of them has met.
+
+        Returns:
+            Layers whose gradients have arrived here and have been dropped since, and whether there
+            are any on some rank.
+        """
+        if self._layout.buckets is None:
+            self._lay_out_first()
+        dropped = self._vote()
+        if self._controller and self._controller.exact:
+            self._require_all_ranks()  # it decides before anything is sent
+        self._complete()
+        self._feedback.return_carried(self._gradients.result)
+        outcome = self._ballot.outcome()
+        if self._controller or outcome["adapt"] or self._codecs.collecting:
+            self._require_all_ranks()
+        if outcome["adapt"]:
+            self._adapt()
+        self._follow(outcome["collect"], outcome["ready"])
+        self._codecs.learn(self._control)
+        self._codecs.learn_next = outcome["relearn"]
+        return dropped, outcome["dropped"]
+
+    def _vote(self) -> list[str]:
+        """Report what this rank has met in this step, and ask for what rank 0's planner wants."""
+        dropped = self._gradients.dropped()
+        collect, ready = self._controller.votes(self.rounds) if self._controller else (False, False)
+        self._ballot.cast(
+            self.rounds,
+            adapt=self._parameters_changed,
+            relearn=self._rates_fell(),
+            dropped=bool(dropped),
+            collect=collect,
+            ready=ready,
+        )
+        return dropped
 
     def _require_all_ranks(self) -> None:
         """JoinedRankError where a rank has called ``hvd.join()``: it would never hear of a plan."""
-        if self._exchange.missing:
+        if self._ballot.rank_is_missing:
             raise JoinedRankError("planners, with levels that are learned, or when layers change")
-
-    def _bind_results(self) -> None:
-        """Put the results into parameters whose ``grad`` was bound to another tensor meanwhile."""
-        for index, reduced in self._grads.items():
-            parameter = self._params[index]
-            grad = parameter.grad
-            if grad is None or grad is reduced:
-                continue
-            if grad.layout != torch.strided or reduced.layout != torch.strided:
-                parameter.grad = reduced
-            elif grad.data_ptr() != reduced.data_ptr() or grad.stride() != reduced.stride():
-                # as Horovod does: whoever holds the new tensor sees the result, too
-                grad.set_(reduced)  # type: ignore[call-overload]
 
     def _refuse_dropped(self, dropped: Sequence[str]) -> None:
         """RuntimeError on all ranks: some parameter would be updated on some of them only."""
@@ -479,83 +299,43 @@ class Reducer:
         )
 
     def _follow(self, collect: bool, ready: bool) -> None:
-        """Do what the first rank's planner asks for."""
+        """Do what rank 0's planner asks for."""
         if self._controller is None:
             return
-        rate = max(self._rates, default=None)
+        rate = max(self._progress.rates, default=None)
         self._controller.end_step(self.rounds, rate, self._exchange.timings)
         if collect:
             self._controller.start_collection(self.rounds)
         if ready:
-            self._switch(self._controller.apply_decision(self.rounds))
+            self._layout.switch(self._controller.apply_decision(self.rounds))
 
-    def _switch(self, assignments: Mapping[str, Assignment] | None) -> None:
-        """Compress as planned from the next gradient on; None changes nothing.
+    def _lay_out_first(self) -> None:
+        """Agree on the layers, and build their buckets."""
+        self._agree()
+        self._layout.build()
 
-        Raises:
-            ValueError: ranks hold different plans.
-        """
-        if assignments is None:
-            return
-        self._choice = replace(self._choice, planned=assignments)
-        self._lay_out(self._order)
-        digests = self._control.allgather(self.plan.digest)
-        for rank, digest in enumerate(digests):
-            if digest != self.plan.digest:
-                raise ValueError(
-                    f"rank {rank} of the process set has the plan {digest}, this rank has "
-                    f"{self.plan.digest}: all ranks must build the same model and pass the same options"
-                )
-
-    def _decide_first(self, controller: AdaptationController, buckets: Sequence[Bucket]) -> None:
-        """Measure all gradients and plan with them before the first is sent."""
-        for bucket in buckets:
-            if bucket.collective is not Collective.SPARSE:
-                grads = [self._dense_grad(layer.index) for layer in bucket.layers]
-                self._measure(controller, bucket, grads)
-        self._switch(controller.decide_before_launch(self.rounds))
-
-    def _complete(self) -> None:
-        """Launch what has not been launched, and wait for everything."""
-        assert self._buckets is not None
-        if self._controller and self._controller.exact and not self._next:
-            self._decide_first(self._controller, self._buckets)
-        if self._observes_all:
-            self._observe_all(self._buckets)
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
-        self._next = 0
-        self._exchange.finish()
-
-    def _observe_all(self, buckets: Sequence[Bucket]) -> None:
-        """Show all gradients to the rules that must see them before the first is sent."""
-        for name in sorted(self._observes_all):
-            self._memories[name].observe_all(
-                {
-                    layer.index: self._dense_grad(layer.index)
-                    for bucket in buckets
-                    if bucket.feedback == name
-                    for layer in bucket.layers
-                }
-            )
+    def _agree(self) -> None:
+        """Agree with all ranks on the layers and their order."""
+        self._layout.agree(self._arrivals, self._gradients.seen_sparse())
+        self._parameters_changed = False
 
     def _adapt(self) -> None:
         """Some rank trains other parameters than before: agree, and reduce those that are new."""
-        before = set(self._order)
+        before = set(self._layout.order)
         self._agree()
         self._take_back_frozen()
-        new = [name for name in self._order if name not in before]
+        new = [name for name in self._layout.order if name not in before]
         if new:
-            self._lay_out(new)
+            self._layout.build(new)
             self._complete()
-        self._lay_out(self._order)
+        self._layout.build()
 
     def _take_back_frozen(self) -> None:
         """Layers frozen since the last step have sent what was kept of them: keep it again."""
-        kept = self.kept()
-        for index in self._frozen:
-            parameter = self._params[index]
-            residual = kept.get(self._names[index], {}).get(RESIDUAL)
+        kept = self._feedback.kept()
+        for index in self._gradients.frozen:
+            parameter = self._hooks.params[index]
+            residual = kept.get(self._hooks.names[index], {}).get(RESIDUAL)
             if residual is not None and parameter.grad is not None:
                 residual.add_(self._exchange.share(parameter.grad.detach().float().reshape(-1)))
             parameter.grad = None
@@ -563,271 +343,57 @@ class Reducer:
     def reset(self) -> None:
         """Forget the running step; what was launched in it is completed first."""
         self._exchange.finish()
-        self._exchange.forget_vote()
+        self._ballot.complete()
         self._rearm()
+
+    def _break_off(self) -> None:
+        """Horovod failed: the running step is forgotten, and the next is a first one."""
+        self._abandon()
+        self.reset()
+        self._layout.forget_ranks()
+
+    def _abandon(self) -> None:
+        """Forget operations that never end."""
+        self._exchange.abandon()
+        self._ballot.abandon()
 
     def _rearm(self) -> None:
         self.touched = False
-        self._next = 0
         self._arrivals.clear()
-        self._grads.clear()
-        self._densified.clear()
-        self._carried.clear()
-        self._frozen.clear()
-        self._remaining = [self.passes] * len(self._params)
-        self._waiting = [len(bucket.layers) for bucket in self._buckets or ()]
-
-    def _restore_layouts(self) -> None:
-        """Give layers with sparse gradients, sent as dense ones, sparse gradients again."""
-        for index, dense in self._densified.items():
-            self._params[index].grad = dense.to_sparse(1)
-        if self._options.sparse_as_dense:
-            for name in self._sparse:
-                parameter = self._params[self._names.index(name)]
-                if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                    parameter.grad = parameter.grad.to_sparse(1)
-
-    # --- layout -----------------------------------------------------------------------------------
-
-    def _layers(self) -> list[Layer]:
-        """The layers that are trained now."""
-        return [self._layer(index) for index, trained in enumerate(self._trained) if trained]
-
-    def _layer(self, index: int) -> Layer:
-        parameter = self._params[index]
-        name, shape = self._names[index], tuple(parameter.shape)
-        return Layer(index, name, shape, parameter.dtype, parameter.device)
-
-    def _agree(self) -> None:
-        """Learn from all ranks which layers are trained, in which order, and which are sparse.
-
-        Raises:
-            ValueError: ranks train different layers.
-        """
-        names = [layer.name for layer in self._layers()]
-        mine = {
-            "rounds": self.rounds,
-            "layers": names,
-            "arrivals": [self._names[index] for index in self._arrivals],
-            "order": self._order,
-            "sparse": sorted(self._sparse | self._seen_sparse()),
-            "unfit": unfit_dtypes({layer.name: layer.dtype for layer in self._layers()}),
-        }
-        everyone = self._control.allgather(mine)
-        for rank, other in enumerate(everyone):
-            different = set(other["layers"]) ^ set(everyone[0]["layers"])
-            if different:
-                raise ValueError(
-                    f"rank {rank} of the process set trains other parameters than rank 0: "
-                    f"requires_grad differs for {', '.join(sorted(different))}; freeze and unfreeze "
-                    "the same parameters at the same step on all ranks"
-                )
-            check_dtypes(other["unfit"])
-        self.rounds = everyone[0]["rounds"]
-        known = dict.fromkeys([*everyone[0]["order"], *everyone[0]["arrivals"]])
-        # gradients become ready from the last layer to the first
-        known.update(dict.fromkeys(reversed(names)))
-        self._order = [name for name in known if name in set(names)]
-        self._sparse = frozenset(name for other in everyone for name in other["sparse"])
-        self._added = False
-
-    def _seen_sparse(self) -> set[str]:
-        return {
-            name
-            for name, parameter in zip(self._names, self._params, strict=True)
-            if parameter.grad is not None and parameter.grad.layout == torch.sparse_coo
-        }
-
-    def _lay_out(self, names: Sequence[str]) -> None:
-        """Build buckets of the named layers; what is kept of each layer moves with it."""
-        kept = self.kept()
-        by_name = {layer.name: layer for layer in self._layers()}
-        layers = [by_name[name] for name in names]
-        sparse = frozenset() if self._options.sparse_as_dense else self._sparse
-        step = self.rounds - self._options.warmup_steps
-        routes = self._choice.routes(layers, sparse, max(0, step), warmup=step < 0)
-        self._buckets = build_buckets(
-            layers, routes, self._options.bucket_cap_bytes, self._groups(list(by_name))
-        )
-        check_gathered(self._buckets, self._control.size)
-        self._next = 0
-        self._attach(self._buckets, kept)
-        if self._controller:
-            self._attach_controller(self._controller, self._buckets, routes, step < 0)
-        self._laid_out_for = self._control.size
-        self._bucket_of = [_NO_BUCKET] * len(self._params)
-        for bucket in self._buckets:
-            for layer in bucket.layers:
-                self._bucket_of[layer.index] = bucket.index
-        self._waiting = [len(bucket.layers) for bucket in self._buckets]
-        in_order = [layer for name, layer in by_name.items() if name in routes]
-        expected = self._controller.expected if self._controller else {}
-        per_rank_levels = self._controller is not None and self._controller.per_rank_levels
-        version = self.plan.version + 1
-        self.plan = make_plan(in_order, routes, version, self.rounds, expected, per_rank_levels)
-        self._exchange.meter.plan(self.plan, self.rounds)
-
-    def _attach_controller(
-        self,
-        controller: AdaptationController,
-        buckets: Sequence[Bucket],
-        routes: Mapping[str, Route],
-        idle: bool,
-    ) -> None:
-        """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
-        layers = [
-            (layer, own)
-            for layer in self._layers()
-            if layer.name not in self._sparse
-            and not isinstance(own := self._choice.compressor_of(layer), CastCompressor)
-            and not own.whole_model
-        ]
-        places = {layer.name: bucket.index for bucket in buckets for layer in bucket.layers}
-        mine = [row for row in layers if row[0].name in places]
-        planned = {layer.name for layer, _ in mine}
-        others = [
-            layer
-            for bucket in buckets
-            for layer in bucket.layers
-            if layer.name not in planned and bucket.collective is not Collective.SPARSE
-        ]
-        rows = make_plan(others, routes, version=0, step=0)
-        bytes_of_others = sum(
-            on_link(row.wire_bytes, routes[row.layer].collective, self._control.size) for row in rows
-        )
-        controller.attach(mine, places, bytes_of_others, idle)
-
-    def _attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
-        """Give every bucket the memory of its feedback rule."""
-        self._observes_all = set()
-        for name in dict.fromkeys([*self._memories, *(bucket.feedback for bucket in buckets)]):
-            rule = feedback_rules.parse(name)
-            assert rule is not None
-            if name not in self._memories:
-                self._memories[name] = rule.memory(self._context)
-            mine = [bucket for bucket in buckets if bucket.feedback == name]
-            self._memories[name].attach(mine, kept)
-            if mine and rule.needs_all:
-                self._observes_all.add(name)
-        self._carry = {name: slots for name, slots in kept.items() if RESIDUAL in slots}
-        self._exchange.attach(
-            buckets, {bucket.index: self._memories[bucket.feedback] for bucket in buckets}
-        )
-        self._exchange.meter.scalar("memory/feedback_bytes", self.memory_bytes, self.rounds)
-
-    def _groups(self, names: Sequence[str]) -> Sequence[Sequence[str]]:
-        groups = self._options.groups
-        if isinstance(groups, tuple):
-            return groups
-        groups = min(groups, len(names))  # the others would be empty
-        if groups == 0:
-            return ()
-        size, extra = divmod(len(names), groups)
-        cuts = [number * size + min(number, extra) for number in range(groups + 1)]
-        return [names[start:stop] for start, stop in itertools.pairwise(cuts)]
+        self._gradients.clear()
+        self._feedback.forget_step()
+        self._hooks.rearm()
+        self._layout.launches.rearm()
 
     # --- state ------------------------------------------------------------------------------------
 
-    def kept(self) -> LayerStates:
-        """What is kept of each layer, 1-D by layer and slot: views, not copies."""
-        kept = {name: dict(slots) for name, slots in self._carry.items()}
-        for memory in self._memories.values():
-            for name, slots in memory.kept().items():
-                kept.setdefault(name, {}).update(slots)
-        return kept
+    @property
+    def rounds(self) -> int:
+        """How often gradients were synchronized."""
+        return self._progress.rounds
 
     @property
     def memory_bytes(self) -> int:
         """Memory that feedback keeps from one step to the next."""
-        return sum(memory.nbytes for memory in self._memories.values() if memory.slots)
+        return self._feedback.nbytes
 
-    def choose(self, build: Callable[[CompressionConfig], CompressionConfig]) -> None:
-        """Compress in another way from the next step on; what is kept of each layer stays.
-
-        Args:
-            build: makes the new choice of the present one.
-
-        Raises:
-            ValueError: it could not be made on some rank, or ranks made different ones; on all ranks.
-            RuntimeError: gradients have arrived that have not been synchronised; on all ranks.
-        """
-
-        def checked() -> CompressionConfig:
-            self._require_between_steps("compression can only be changed")
-            choice = build(self._choice)
-            choice.check_patterns([layer.name for layer in self._layers()])
-            if self._options.planner is not None:
-                check_per_rank_levels(self._options.planner, choice, self._options.candidates)
-            return choice
-
-        self._choice = self._control.agree(
-            "set_compression", checked, CompressionConfig.digest, alone=self._alone
-        )
-        if self._controller:
-            self._controller.invalidate()
-        if self._buckets is not None:
-            self._lay_out(self._order)
-        else:
-            layers = self._layers()
-            routes = self._choice.routes(layers, self._sparse)
-            self.plan = make_plan(layers, routes, self.plan.version + 1, self.rounds)
+    def configure(self, build: Callable[[CompressionConfig], CompressionConfig]) -> None:
+        """Compress in another way from the next step on: see :meth:`Layout.configure`."""
+        self._layout.configure(build, self._require_between_steps, self._alone)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, as :mod:`hvd_adaptive.checkpoint` describes it."""
-        return {
-            "format": checkpoint.STATE_FORMAT,
-            "order": list(self._order),
-            "routes": {
-                layer.name: [format_spec(part.compressor), bucket.feedback]
-                for bucket in self._buckets or ()
-                for part in bucket.parts
-                for layer in bucket.layers[part.start : part.stop]
-            },
-            "kept": copied(self.kept()),
-            "rates": dict(self._context.rates),
-            "planned": {
-                name: [None if compressor is None else format_spec(compressor), level]
-                for name, (compressor, level) in self._choice.planned.items()
-            },
-            "controller": self._controller.state_dict() if self._controller else None,
-            **self._progress(),
-        }
-
-    def _progress(self) -> dict[str, Any]:
-        """What all ranks hold alike, beside the plan."""
-        return {
-            "rounds": self.rounds,
-            "last_rates": self._rates,
-            "learn_next": self._learn_next,
-            "codecs": {
-                format_spec(key): state.state_dict() for key, state in self._exchange.states.items()
-            },
-        }
-
-    def _restore(self, progress: Mapping[str, Any]) -> None:
-        """Take what :meth:`_progress` returned."""
-        self.rounds = int(progress["rounds"])
-        self._rates = tuple(progress["last_rates"])
-        self._learn_next = bool(progress["learn_next"])
-        for spec, learnt in progress["codecs"].items():
-            self._exchange.load_state(parse(spec), learnt)
-
-    def _keep(self, kept: LayerStates, rates: Mapping[str, float]) -> None:
-        """Keep this of each layer, and nothing else; buckets must be laid out anew."""
-        self._context.rates.clear()
-        self._context.rates.update(rates)
-        self._memories = {}
-        self._carry = kept
+        return state_of(self._layout, self._feedback, self._codecs, self._progress)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned on the same rank, between two steps.
+        """Continue from what :meth:`state_dict` returned on the same rank, between two steps.
 
         All ranks call it; where it raises, it does so on all of them, and nothing has changed.
 
         Raises:
             ValueError: the state is damaged or of another model, or ranks have states of different
                 steps or runs: names the item and the rank.
-            RuntimeError: gradients have arrived that have not been synchronised.
+            RuntimeError: gradients have arrived that have not been synchronized.
         """
 
         def checked() -> Mapping[str, Any]:
@@ -842,28 +408,16 @@ class Reducer:
             alone=self._alone,
             remedy="every rank must load what it saved at the same step of one run",
         )
-        self._restore(state)
-        if self._controller and state["controller"] is not None:
-            self._controller.load_state_dict(copy.deepcopy(state["controller"]))
-            self._choice = replace(self._choice, planned=checkpoint.planned(state))
-        self._order = list(state["order"]) if self._buckets is None else self._order
-        devices = dict(zip(self._names, (p.device for p in self._params), strict=True))
-        kept = {
-            name: {slot: held.detach().to(devices[name], copy=True) for slot, held in slots.items()}
-            for name, slots in state["kept"].items()
-        }
-        self._keep(kept, state["rates"])
-        if self._buckets is not None:
-            self._lay_out(self._order)
+        restore_progress(state, self._codecs, self._progress)
+        restore_layers(state, self._hooks, self._layout, self._feedback)
 
     def _run(self) -> checkpoint.Run:
         """What a state is to fit."""
         options = self._options
-        layers = [self._layer(index) for index in range(len(self._params))]
         return checkpoint.Run(
-            layers,
-            self._choice,
-            options.warmup_steps,
+            [self._hooks.layer(index) for index in range(len(self._hooks.params))],
+            self._layout.config,
+            options.dense_steps,
             options.planner,
             options.candidates,
             self._control.size,
@@ -872,11 +426,3 @@ class Reducer:
     def _require_between_steps(self, what: str) -> None:
         if self.touched:
             raise RuntimeError(f"{what} between steps: call it before backward(), or after step()")
-
-
-def _arrived(reducer: Callable[[], Reducer | None], index: int, parameter: Tensor) -> None:
-    """The hook of one parameter."""
-    del parameter
-    alive = reducer()
-    if alive is not None:
-        alive._arrive(index)

@@ -13,9 +13,9 @@ from hvd_adaptive import planning
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.compressors import parse
+from hvd_adaptive.config import CompressionConfig, ReducerOptions, Spec
 from hvd_adaptive.engine.exchange import Exchange
-from hvd_adaptive.engine.reducer import Options, Reducer
-from hvd_adaptive.engine.routing import CompressionConfig, Spec
+from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Plan, Recipe
 from hvd_adaptive.telemetry import Meter
@@ -38,7 +38,7 @@ class VirtualRanks:
         planner: what chooses levels.
         candidates: compressors that it may choose, too.
         overrides: compressors by name pattern.
-        warmup_steps: dense steps at the start.
+        dense_steps: dense steps at the start.
         op: ``hvd.Average`` or ``hvd.Sum``.
         seed: of random rounding and selection.
 
@@ -64,7 +64,7 @@ class VirtualRanks:
         planner: str | Recipe | None = None,
         candidates: Sequence[Spec] = (),
         overrides: Mapping[str, Spec] | None = None,
-        warmup_steps: int = 0,
+        dense_steps: int = 0,
         bucket_cap_mb: float = 25.0,
         op: int = hvd.Average,
         seed: int = 0,
@@ -74,8 +74,8 @@ class VirtualRanks:
         self.group = LocalGroup(size)
         self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
         choice = CompressionConfig.of(compression, overrides, feedback)
-        options = Options(
-            warmup_steps=warmup_steps,
+        options = ReducerOptions(
+            dense_steps=dense_steps,
             bucket_cap_bytes=bucket_cap_mb * (1 << 20),
             planner=None if planner is None else planning.parse(planner),
             candidates=tuple(parse(spec) for spec in candidates),
@@ -94,7 +94,7 @@ class VirtualRanks:
                     rank.rank,
                     rank.size,
                     options.candidates,
-                    exchange.states,
+                    exchange.codec_states.by_key,
                 )
             control = rank.control("local.control")
             reducer = Reducer(own, choice, options, control, exchange, controller=controller)

@@ -123,7 +123,7 @@ def test_what_is_applied_and_what_is_kept_add_up_to_all_gradients(values: str) -
         {"overrides": {"bias": "topk:density=0.1", "middle": "none"}},
         {"overrides": {"middle": "topk:density=0.5,values=fp32"}},
         {"groups": 2},
-        {"warmup_steps": 2},
+        {"dense_steps": 2},
     ],
     ids=str,
 )
@@ -445,9 +445,9 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_warmup_steps_train_as_stock_does_and_then_compression_begins() -> None:
+def test_dense_steps_train_as_stock_does_and_then_compression_begins() -> None:
     options: dict[str, Any] = {"compression": "topk:density=0.02", "steps": 6}
-    mine = train(ours, warmup_steps=3, **options)
+    mine = train(ours, dense_steps=3, **options)
     expected = train(stock, steps=6)
     assert_same(mine[:4], expected[:4])
     assert bits(mine[4]["first.weight"]) != bits(expected[4]["first.weight"])

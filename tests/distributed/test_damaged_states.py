@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ef": {"compression": "topk:density=0.05", "feedback": "ef:lr_correction=true"},
     "bf16": {"compression": "qsgd:bits=2", "feedback": "ef:dtype=bf16"},
     "ef21": {"compression": "topk:density=0.05", "feedback": "ef21"},
-    "dgc": {"compression": "topk:density=0.05", "feedback": "dgc", "warmup_steps": 1},
+    "dgc": {"compression": "topk:density=0.05", "feedback": "dgc", "dense_steps": 1},
     "powersgd": {"compression": "powersgd:rank=2"},
     "alq": {"compression": "alq:bits=3,updates=2/6"},
     "lgreco": {"compression": "topk:density=0.05", "planner": "lgreco:period=6"},

@@ -33,7 +33,7 @@ from hvd_adaptive import rng, wire
 from hvd_adaptive.comm import agreement
 from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
 from hvd_adaptive.compressors.base import Batch, CastCompressor, Learner
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
 
 SPECS = {
@@ -310,7 +310,7 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_leaves_the_last_good_state(name: s
 
 @pytest.mark.ranks(2, 4)
 def test_ef21_starts_from_the_last_dense_gradient() -> None:
-    model, optimizer = make("topk:density=0.01,values=fp32", feedback="ef21", warmup_steps=2)
+    model, optimizer = make("topk:density=0.01,values=fp32", feedback="ef21", dense_steps=2)
     for step in range(2):
         dense = one_step(model, optimizer, gradients(step))
         for layer, grad in dense.items():
@@ -394,7 +394,7 @@ def test_decay_forgets_and_a_lower_learning_rate_raises_the_residual() -> None:
 def test_a_resumed_run_of_every_member_equals_an_uninterrupted_one(
     name: str, rule: str, tmp_path: Any
 ) -> None:
-    options: dict[str, Any] = {"compression": SPECS[name], "feedback": rule, "warmup_steps": 1}
+    options: dict[str, Any] = {"compression": SPECS[name], "feedback": rule, "dense_steps": 1}
 
     def plain(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
@@ -487,7 +487,7 @@ def test_a_change_on_one_rank_alone_is_an_error_on_every_rank() -> None:
 
 @pytest.mark.ranks(2, 4)
 def test_the_density_of_dgc_falls_in_stages() -> None:
-    model, optimizer = make("dgc:density=0.001,ramp=2", warmup_steps=1)
+    model, optimizer = make("dgc:density=0.001,ramp=2", dense_steps=1)
     seen = []
     for step in range(11):
         one_step(model, optimizer, gradients(step))

@@ -267,7 +267,7 @@ def in_different_layers(step: int) -> dict[str, Tensor]:
         {"compression": "topk:density=0.05,values=int8"},
         {"compression": "qsgd:bits=4"},
         {"compression": "alq:bits=3"},
-        {"compression": "topk:density=0.05", "feedback": "ef21", "warmup_steps": 2},
+        {"compression": "topk:density=0.05", "feedback": "ef21", "dense_steps": 2},
         {"compression": "topk:density=0.05", "feedback": "dgc"},
         {"compression": "topk:density=0.05", "overrides": {"tall": "qsgd:bits=4"}},
     ],

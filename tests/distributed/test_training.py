@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hvd_adaptive as hva
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.engine.routing import CompressionConfig
+from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
 
 SPECS = (

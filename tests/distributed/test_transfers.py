@@ -12,7 +12,7 @@ from torch import nn
 from workloads import make_model, ours
 
 from hvd_adaptive.adaptation.controller import _own_times, _with_times
-from hvd_adaptive.engine.exchange import CollectiveTiming
+from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.planning import Planner, StepMeasurements
 
 STEPS = 12

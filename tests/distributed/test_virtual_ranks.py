@@ -17,7 +17,7 @@ SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"compression": name} for name in REGISTRY},
     "momentum correction": {"compression": "topk:density=0.05", "feedback": "dgc:momentum=0.9"},
-    "ef21": {"compression": "topk:density=0.05", "feedback": "ef21", "warmup_steps": 1},
+    "ef21": {"compression": "topk:density=0.05", "feedback": "ef21", "dense_steps": 1},
     "sum": {"compression": "qsgd:bits=4", "op": hvd.Sum},
     "hybrid": {"compression": "none", "overrides": {"wide": "topk:density=0.05", "tall": "powersgd"}},
     "lgreco": {"compression": "topk:density=0.05", "planner": "lgreco:period=4"},

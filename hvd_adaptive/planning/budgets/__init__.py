@@ -171,7 +171,8 @@ class Bandwidth(BudgetOptions):
         >>> from hvd_adaptive.planning.measurements import Transfer
         >>> budget = Bandwidth(seconds=0.5, warmup=2).budget()
         >>> for step in range(2):
-        ...     budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=[Transfer(100, 0.2)]))
+        ...     sent = [Transfer(100, 0.2)]
+        ...     budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=sent))
         >>> table = Table.of(["w"], [[0]], [[40]], [["all"]], [0], [1000])
         >>> round(budget.allow(table).max_bytes)
         200

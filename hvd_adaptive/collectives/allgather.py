@@ -1,0 +1,143 @@
+"""Allgather: every rank's codes go to every rank, which decodes and adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive import wire
+from hvd_adaptive.buckets import Bucket, Segment
+from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps, as_float32, hand_over
+from hvd_adaptive.comm.request import Request, operation_bytes
+from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor
+from hvd_adaptive.layers import PayloadKind
+
+
+class AllGather(Scheme):
+    """One allgather of frames, one frame for each bucket and rank.
+
+    Cost on a link: ``n - 1`` payloads, so it loses to a sum where there are many ranks.
+    """
+
+    name = "allgather"
+    carries = PayloadKind.ENCODED
+
+    def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
+        """Encode, gather, decode; layers that are not finite on some rank send a mark instead."""
+        work = [as_float32(grad) for grad in grads]
+        encoded = _encode(bucket, work, io)
+        gathered = yield Request("allgather", _framed(encoded, bucket, io.ranks))
+        bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), io.ranks)
+        local = [each.clone() for each in work] if nonfinite else work
+        marks = np.zeros(len(work), np.bool_)
+        by_rank = [wire.split_parts(body, len(bucket.segments)) for body in bodies]
+        for segment, of_all in zip(bucket.segments, zip(*by_rank, strict=True), strict=True):
+            marks[segment.start : segment.stop] = _gathered(segment).decompress_layers_sum_(
+                of_all, work[segment.start : segment.stop], io.scale
+            )
+        finite = (~marks).tolist()
+        _clear_sent(bucket, encoded, finite, io)
+        if nonfinite:
+            _restore(bucket, encoded, local, encoded.finite & marks, io)
+        io.feedback.finish(bucket, work, finite)
+        hand_over(bucket, work, grads, io)
+
+    def link_bytes(self, payload: float, ranks: int) -> float:
+        """As of one allgather."""
+        return operation_bytes("allgather", payload, payload * ranks, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """This rank's codes, one for each segment, and which layers are finite here."""
+
+    codes: list[Tensor]
+    finite: npt.NDArray[np.bool_]
+
+
+def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
+    """Compress each segment; a lone segment's codes leave room for the frame's header."""
+    x, adds = io.feedback.begin(bucket, work, io.step)
+    offsets = io.buffers.offsets
+    codes: list[Tensor] = []
+    marks: list[npt.NDArray[np.bool_]] = []
+    energy = sent = 0.0
+    for segment in bucket.segments:
+        compressor = _gathered(segment)
+        code, stats = compressor.compress_layers_(
+            x,
+            offsets[segment.start : segment.stop + 1],
+            segment.levels,
+            adds[segment.start : segment.stop],
+            keys=io.keys(bucket, segment, io.rank) if compressor.draws else None,
+            reserve=_room(bucket),
+            state=io.codec_states.get(segment.compressor.state_key),
+        )
+        if not segment.keeps:
+            x[offsets[segment.start] : offsets[segment.stop]].zero_()
+        codes.append(code)
+        marks.append(stats.nonfinite)
+        energy += float(stats.energy.sum())
+        sent += float(stats.sent.sum())
+    io.observe_energy(energy, sent)
+    finite = ~(marks[0] if len(marks) == 1 else np.concatenate(marks))
+    io.feedback.commit(bucket, x, work, finite.tolist(), io.step)
+    return _Encoded(codes, finite)
+
+
+def _clear_sent(bucket: Bucket, encoded: _Encoded, finite: list[bool], io: BucketIO) -> None:
+    """Let the feedback clear where this rank has sent something."""
+
+    def clear(views: Sequence[Tensor]) -> None:
+        for segment, code in zip(bucket.segments, encoded.codes, strict=True):
+            compressor = segment.compressor
+            assert isinstance(compressor, ClearsSent), segment
+            compressor.clear_layers_(code[_room(bucket) :], views[segment.start : segment.stop])
+
+    io.feedback.clear_sent(bucket, clear, finite)
+
+
+def _restore(
+    bucket: Bucket,
+    encoded: _Encoded,
+    local: list[Tensor],
+    undo: npt.NDArray[np.bool_],
+    io: BucketIO,
+) -> None:
+    """Take back what was committed for layers that were finite here but not on another rank."""
+    for segment, code in zip(bucket.segments, encoded.codes, strict=True):
+        if not segment.keeps or not undo[segment.start : segment.stop].any():
+            continue
+        own = [torch.zeros_like(each) for each in local[segment.start : segment.stop]]
+        marks = _gathered(segment).decompress_layers_add_(code[_room(bucket) :], own, 1.0)
+        for position in (p for p in range(segment.start, segment.stop) if undo[p]):
+            sent = own[position - segment.start].view(-1)
+            if marks[position - segment.start]:
+                sent.zero_()  # a mark that stands for several layers: nothing of this one was sent
+            io.feedback.restore(bucket, position, local[position].view(-1), sent)
+
+
+def _room(bucket: Bucket) -> int:
+    """Bytes in front of a segment's codes: of the frame's header, where the segment is alone."""
+    return wire.HEADER_BYTES if len(bucket.segments) == 1 else 0
+
+
+def _framed(encoded: _Encoded, bucket: Bucket, ranks: int) -> Tensor:
+    """One frame with the codes of all segments of the bucket, or what says that it is too large."""
+    codes = encoded.codes
+    size = wire.frame_bytes([code.numel() - _room(bucket) for code in codes])
+    if size > wire.MAX_GATHERED_BYTES // ranks:
+        return wire.too_large(size, bucket.index, len(bucket.layers))
+    frame = codes[0] if len(codes) == 1 else wire.join_parts(codes)
+    wire.write_header(frame, bucket.index, len(bucket.layers), nonfinite=not encoded.finite.all())
+    return frame
+
+
+def _gathered(segment: Segment) -> GatheredCompressor:
+    assert isinstance(segment.compressor, GatheredCompressor), segment
+    return segment.compressor

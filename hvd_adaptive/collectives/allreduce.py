@@ -1,0 +1,48 @@
+"""Allreduce: payloads are summed on the way, by Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from torch import Tensor
+
+from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps
+from hvd_adaptive.collectives.summed import reduce_summable
+from hvd_adaptive.comm.request import Request, operation_bytes
+from hvd_adaptive.compressors.base import CastCompressor
+from hvd_adaptive.layers import PayloadKind
+
+
+class AllReduce(Scheme):
+    """One allreduce for each round of the compressors.
+
+    Cost on a link: ``2 (n - 1) / n`` payloads, whatever ``n`` is.
+    """
+
+    name = "allreduce"
+    carries = PayloadKind.SUMMABLE
+
+    def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
+        """Sum where the gradient is if nothing needs a copy, else round by round."""
+        if _is_own_buffer(bucket, grads, io):
+            yield Request("allreduce", grads[0].view(-1))
+        else:
+            yield from reduce_summable(bucket, grads, io, _allreduce)
+
+    def link_bytes(self, payload: float, ranks: int) -> float:
+        """As of one allreduce of the payload."""
+        return operation_bytes("allreduce", payload, payload, ranks)
+
+
+def _allreduce(flat: Tensor, io: BucketIO) -> Generator[Request, Tensor, Tensor]:
+    del io
+    yield Request("allreduce", flat)
+    return flat
+
+
+def _is_own_buffer(bucket: Bucket, grads: list[Tensor], io: BucketIO) -> bool:
+    """Whether the one gradient of the bucket is summed where it is, without a copy."""
+    casts = all(isinstance(segment.compressor, CastCompressor) for segment in bucket.segments)
+    plain = casts and not io.feedback.slots and len(grads) == 1
+    return plain and grads[0].dtype == bucket.dtype and grads[0].is_contiguous()

@@ -1,0 +1,161 @@
+"""Collective schemes: how the payloads of all ranks are reduced to one gradient.
+
+A scheme is a generator: it yields the operations that it needs
+(:class:`~hvd_adaptive.comm.request.Request`) and receives their results. The engine drives the
+generators of all buckets, in the same order on all ranks; a scheme knows neither the transport nor what
+the bytes of a payload mean.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive import rng
+from hvd_adaptive.buckets import Bucket, Segment
+from hvd_adaptive.comm.request import Request
+from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.feedback import FeedbackState, split
+from hvd_adaptive.layers import PayloadKind
+
+Steps: TypeAlias = Generator[Request, Tensor, None]
+"""One bucket's operations in one step."""
+
+EnergyObserver: TypeAlias = Callable[[float, float], None]
+"""Receives the squared L2 norms of what was compressed and of what its payload decodes to."""
+
+
+class Buffers:
+    """Buffers that a bucket needs at every step: offsets and, made on demand, a flat tensor."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        sizes = [layer.numel for layer in bucket.layers]
+        self.offsets: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
+        self.dense_bytes = bucket.dense_bytes
+
+    @functools.cached_property
+    def flat(self) -> Tensor:
+        """The payload of a bucket of casts, in its wire dtype."""
+        return torch.zeros(self._bucket.numel, dtype=self._bucket.dtype, device=self._bucket.device)
+
+    @functools.cached_property
+    def views(self) -> list[Tensor]:
+        """The layers in ``flat``, in their shapes."""
+        return shaped(self.flat, self._bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketIO:
+    """What a scheme works with in one step of one bucket, besides the gradients.
+
+    Args:
+        feedback: what the bucket's feedback rule keeps.
+        buffers: made once for each bucket.
+        codec_states: what compressors have learned, by :attr:`Compressor.state_key`.
+        step: number of the step, the same on all ranks.
+        ranks: number of ranks.
+        rank: of this process.
+        scale: factor of a sum over the ranks: ``1 / ranks`` for an average, 1 for a sum.
+        seed: of random rounding and selection, the same on all ranks.
+        observe_energy: called once by schemes that encode.
+    """
+
+    feedback: FeedbackState
+    buffers: Buffers
+    codec_states: Mapping[Compressor, CodecState]
+    step: int
+    ranks: int
+    rank: int
+    scale: float
+    seed: int
+    observe_energy: EnergyObserver
+
+    def keys(self, bucket: Bucket, segment: Segment, rank: int) -> npt.NDArray[np.uint64]:
+        """Keys of the random numbers of one segment's layers in this step."""
+        layers = [layer.index for layer in bucket.layers[segment.start : segment.stop]]
+        return rng.layer_keys(self.seed, rank, self.step, layers)
+
+    def share(self, reduced: Tensor) -> Tensor:
+        """What each rank must send so that the reduction over all of them gives ``reduced``."""
+        return reduced / (self.ranks * self.scale)
+
+
+class Scheme(ABC):
+    """One way of reducing a bucket over the ranks.
+
+    Example:
+        >>> from hvd_adaptive.collectives import SCHEMES
+        >>> {name: scheme.link_bytes(1000, ranks=4) for name, scheme in SCHEMES.items()}
+        {'allreduce': 1500.0, 'cast_two_shot': 1500.0, 'allgather': 3000.0, 'sparse': 3000.0}
+    """
+
+    name: ClassVar[str]
+    carries: ClassVar[PayloadKind]
+    """The payloads that it can reduce, as compressors declare them."""
+
+    @abstractmethod
+    def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
+        """Reduce a bucket.
+
+        All ranks yield the same operations whatever their gradients hold.
+
+        Args:
+            bucket: the bucket.
+            grads: its layers' local gradients, which are overwritten with the reduced ones. Dense,
+                except for a bucket of a sparse layer.
+            io: what it works with.
+
+        Raises:
+            WireError: a payload of another rank is damaged.
+        """
+
+    @abstractmethod
+    def link_bytes(self, payload: float, ranks: int) -> float:
+        """Bytes on one rank's link in one direction, where each rank has ``payload`` bytes."""
+
+
+def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Views of the bucket's layers in ``flat``, in their shapes."""
+    views = split(flat, bucket.layers)
+    return [view.view(layer.shape) for view, layer in zip(views, bucket.layers, strict=True)]
+
+
+def as_float32(grad: Tensor) -> Tensor:
+    """``grad`` itself if kernels can work on it, else a contiguous float32 copy."""
+    if grad.dtype == torch.float32 and grad.is_contiguous():
+        return grad
+    return grad.to(torch.float32).contiguous()
+
+
+def saturated(result: Tensor, grad: Tensor) -> Tensor:
+    """``result``, clamped where rounding to the gradient's dtype would make Inf of a finite value."""
+    if grad.dtype != torch.float16 or result.dtype == torch.float16:
+        return result
+    wide, limit = result.float(), torch.finfo(grad.dtype).max
+    if not bool((wide.abs() > limit).any()):
+        return result
+    return torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide)
+
+
+def hand_over(bucket: Bucket, results: Sequence[Tensor], grads: Sequence[Tensor], io: BucketIO) -> None:
+    """Copy the results that were not formed in the gradients' own memory.
+
+    What float16 cannot hold waits in the feedback, because residuals can be larger than any gradient.
+    """
+    for position, (grad, result) in enumerate(zip(grads, results, strict=True)):
+        if result is grad:
+            continue
+        held = saturated(result, grad)
+        if held is not result:
+            excess = (result - held).nan_to_num_(0.0, 0.0, 0.0)  # where both are Inf
+            io.feedback.postpone(bucket, position, io.share(excess.view(-1)))
+        grad.copy_(held)

@@ -1,0 +1,54 @@
+"""What is asked of a transport, and the bytes that it puts on a link. Needs neither Horovod nor MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One collective operation.
+
+    Args:
+        operation: ``allreduce`` (in place), ``allgather`` (along the first dimension, which may
+            differ between ranks), ``alltoall`` (equal slices) or ``sparse`` (a sparse tensor).
+        tensor: this rank's contribution, contiguous.
+    """
+
+    operation: Operation
+    tensor: Tensor
+
+
+def operation_bytes(operation: Operation, sent: float, received: float, ranks: int) -> float:
+    """Bytes that one rank puts on its link, in one direction, for one operation (ring algorithms).
+
+    Args:
+        operation: which.
+        sent: bytes that the rank contributes.
+        received: bytes of the result.
+        ranks: number of ranks.
+
+    Example:
+        >>> operation_bytes("allreduce", 100, 100, 4), operation_bytes("allgather", 100, 400, 4)
+        (150.0, 300.0)
+    """
+    match operation:
+        case "allreduce":
+            return 2 * (ranks - 1) * sent / ranks
+        case "alltoall":
+            return (ranks - 1) * sent / ranks
+        case "allgather" | "sparse":
+            return (ranks - 1) * received / ranks
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes that a tensor takes on the wire."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes

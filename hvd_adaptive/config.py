@@ -1,0 +1,150 @@
+"""What the user asked for, checked, and its digest, which must be equal on all ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from hvd_adaptive import feedback as feedback_rules
+from hvd_adaptive.compressors import (
+    REGISTRY,
+    CastCompressor,
+    Compressor,
+    NoCompression,
+    format_spec,
+    parse,
+)
+from hvd_adaptive.compressors.base import Level
+from hvd_adaptive.feedback import Feedback, format_rule
+from hvd_adaptive.layers import Layer
+from hvd_adaptive.planning import Recipe
+
+Spec: TypeAlias = str | Compressor | type[Compressor]
+
+SMALL_NUMEL = 1024
+"""Tensors under this size, and biases and norms, are sent dense: they are under 1 % of a model's bytes
+and lose most by compression."""
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How gradients are sent, besides the compressors.
+
+    Args:
+        passes: backward passes before a gradient is sent.
+        sparse_as_dense: send sparse gradients as dense ones.
+        dense_steps: steps at the start that send dense gradients.
+        bucket_cap_bytes: dense bytes at which a bucket is closed.
+        groups: names of layers that are sent together, or a number of groups, or 0.
+        planner: what changes levels during training.
+        candidates: compressors that it may choose besides those of the layers.
+    """
+
+    passes: int = 1
+    sparse_as_dense: bool = False
+    dense_steps: int = 0
+    bucket_cap_bytes: float = 25.0 * (1 << 20)
+    groups: int | tuple[tuple[str, ...], ...] = 0
+    planner: Recipe | None = None
+    candidates: tuple[Compressor, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """What the user asked for, validated.
+
+    Args:
+        compressor: of every layer that no override names and that is not small.
+        overrides: name patterns and their compressors; the first that matches counts.
+        feedback: a rule, or None to let each compressor choose.
+        planned: what a planner gives to some layers, by name, in the place of their compressor and
+            its level; no compressor means dense.
+    """
+
+    compressor: Compressor
+    overrides: tuple[tuple[str, Compressor], ...] = ()
+    feedback: Feedback | None = None
+    planned: Mapping[str, tuple[Compressor | None, Level]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        compression: Spec,
+        overrides: Mapping[str, Spec] | None,
+        feedback: str | Feedback | None,
+    ) -> CompressionConfig:
+        """Parse what was passed to the optimizer; ValueError or TypeError says what is wrong."""
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise TypeError(
+                f"overrides must map name patterns to compressors, as in {{'*.bias': 'none'}}, got "
+                f"{overrides!r}"
+            )
+        patterns = overrides or {}
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(
+                f"overrides must map name patterns, as '*.bias', to compressors, got {overrides!r}"
+            )
+        rows = tuple((pattern, parse_as("overrides", spec)) for pattern, spec in patterns.items())
+        choice = cls(parse(compression), rows, feedback_rules.parse(feedback))
+        choice._check_feedback()
+        return choice
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        """All compressors that a layer may get."""
+        return list(dict.fromkeys([self.compressor, *(row[1] for row in self.overrides)]))
+
+    def digest(self) -> dict[str, str]:
+        """What must be equal on all ranks, by what a message should call it."""
+        return {
+            "compression": format_spec(self.compressor),
+            "overrides": ", ".join(f"{key}={format_spec(spec)}" for key, spec in self.overrides),
+            "feedback": "by compressor" if self.feedback is None else format_rule(self.feedback),
+        }
+
+    def changes_at(self, step: int) -> bool:
+        """Whether some level is another one in this step than in the one before."""
+        return any(each.level_at(step) != each.level_at(step - 1) for each in self.compressors)
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """ValueError if an override names no layer: it would be a mistyped one."""
+        for pattern, _ in self.overrides:
+            if not fnmatch.filter(names, pattern):
+                shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+                raise ValueError(
+                    f"override pattern {pattern!r} matches no parameter; the parameters are {shown}"
+                )
+
+    def compressor_of(self, layer: Layer) -> Compressor:
+        """The compressor of one layer."""
+        for pattern, compressor in self.overrides:
+            if fnmatch.fnmatchcase(layer.name, pattern):
+                return compressor
+        small = len(layer.shape) <= 1 or layer.numel < SMALL_NUMEL
+        if small and not isinstance(self.compressor, CastCompressor):
+            return NoCompression()
+        return self.compressor
+
+    def _check_feedback(self) -> None:
+        """ValueError if the rule cannot work with one of the compressors."""
+        if self.feedback is None or not self.feedback.needs_selection:
+            return
+        for compressor in self.compressors:
+            if not compressor.selects and not isinstance(compressor, CastCompressor):
+                able = [name for name, member in REGISTRY.items() if member.selects]
+                raise ValueError(
+                    f"feedback {self.feedback.name!r} clears its velocity where elements were sent, "
+                    f"but {compressor.name!r} does not send single elements: use one of "
+                    f"{', '.join(able)}, or feedback='ef'"
+                )
+
+
+def parse_as(argument: str, spec: Spec) -> Compressor:
+    """As :func:`~hvd_adaptive.compressors.parse`; the argument is named in what it raises."""
+    try:
+        return parse(spec)
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{argument}: {error}") from None

@@ -1,0 +1,163 @@
+"""Feedback states: what is kept of every layer, by feedback rule, and what is sent of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_adaptive import feedback
+from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.feedback import (
+    RESIDUAL,
+    Feedback,
+    FeedbackContext,
+    FeedbackState,
+    LayerStates,
+    copied,
+)
+from hvd_adaptive.feedback.base import ReduceBuffer
+from hvd_adaptive.layers import Layer
+
+
+class FeedbackStates:
+    """The feedback states of one optimizer on one rank.
+
+    What was kept of a layer whose rule no longer keeps anything is *carried*: it is sent together with
+    the layer's next gradient.
+
+    Args:
+        context: what the states may ask about the run.
+    """
+
+    def __init__(self, context: FeedbackContext) -> None:
+        self.context = context
+        self._states: dict[str, FeedbackState] = {}
+        self._rules: dict[str, Feedback] = {}
+        self._observing: tuple[str, ...] = ()
+        self._carried: LayerStates = {}
+        self._sent_carried: dict[int, tuple[str, Tensor]] = {}
+
+    def attach(self, buckets: Sequence[Bucket]) -> dict[int, FeedbackState]:
+        """Keep what these buckets need from now on; what is kept of each layer moves with it.
+
+        Returns:
+            The state of each bucket, by its index.
+        """
+        kept = self.kept()
+        for name in dict.fromkeys([*self._states, *(bucket.feedback for bucket in buckets)]):
+            if name not in self._states:
+                rule = feedback.parse(name)
+                assert rule is not None
+                self._rules[name], self._states[name] = rule, rule.new_state(self.context)
+            self._states[name].attach([each for each in buckets if each.feedback == name], kept)
+        used = {bucket.feedback for bucket in buckets}
+        self._observing = tuple(sorted(name for name in used if self._rules[name].needs_all))
+        self._carried = {name: slots for name, slots in kept.items() if RESIDUAL in slots}
+        return {bucket.index: self._states[bucket.feedback] for bucket in buckets}
+
+    def kept(self) -> LayerStates:
+        """What is kept of each layer, 1-D by layer and slot: views, not copies."""
+        kept = {name: dict(slots) for name, slots in self._carried.items()}
+        for state in self._states.values():
+            for name, slots in state.kept().items():
+                kept.setdefault(name, {}).update(slots)
+        return kept
+
+    def replace(self, kept: LayerStates, rates: Mapping[str, float]) -> None:
+        """Keep this of each layer, and nothing else; buckets must be attached again."""
+        self.context.rates.clear()
+        self.context.rates.update(rates)
+        self._states = {}
+        self._carried = kept
+
+    def state_dict(self) -> LayerStates:
+        """A copy of what is kept of each layer."""
+        return copied(self.kept())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept from one step to the next."""
+        return sum(state.nbytes for state in self._states.values() if state.slots)
+
+    @property
+    def must_observe_all(self) -> bool:
+        """Whether some rule must see all gradients before the first is sent."""
+        return bool(self._observing)
+
+    def observe_all(self, buckets: Sequence[Bucket], gradient: Callable[[int], Tensor]) -> None:
+        """Show all gradients to the rules that must see them before the first is sent.
+
+        Args:
+            buckets: all buckets.
+            gradient: the dense gradient of a layer, by its index.
+        """
+        for name in self._observing:
+            members = [each for bucket in buckets if bucket.feedback == name for each in bucket.layers]
+            self._states[name].observe_all({layer.index: gradient(layer.index) for layer in members})
+
+    def preview(
+        self, bucket: Bucket, grads: Sequence[Tensor], with_feedback: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What a planner is shown of a bucket, 1-D float32 for each layer.
+
+        Args:
+            bucket: the bucket.
+            grads: its dense gradients.
+            with_feedback: whether what feedback adds must be known.
+
+        Returns:
+            What errors are measured on, and what would be compressed now.
+        """
+        local = [grad.detach().reshape(-1).float() for grad in grads]
+        estimates = self._rules[bucket.feedback].estimates
+        if not with_feedback and not estimates:
+            return local, local
+        whole = self._states[bucket.feedback].preview(bucket, local)
+        return (whole if estimates else local), whole
+
+    def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> None:
+        """Ranks have come or gone: see :meth:`FeedbackState.merge_ranks`."""
+        self._states[bucket.feedback].merge_ranks(bucket, reduce, fresh)
+
+    # --- carried residuals ------------------------------------------------------------------------
+
+    def add_carried(self, layers: Sequence[Layer], grads: Sequence[Tensor]) -> None:
+        """Send the residuals of rules that were left together with the gradients."""
+        if self._carried:
+            for layer, grad in zip(layers, grads, strict=True):
+                self._add_carried(layer, grad)
+
+    def _add_carried(self, layer: Layer, grad: Tensor) -> None:
+        """What would make the sum over the ranks overflow in the gradient's dtype waits for a step."""
+        residual = self._carried.pop(layer.name, {}).get(RESIDUAL)
+        if residual is None:
+            return
+        self._sent_carried[layer.index] = layer.name, residual
+        if layer.dtype != torch.float16:
+            grad.add_(residual.view(layer.shape))
+            return
+        total = grad.float().add_(residual.view(layer.shape))
+        limit = torch.finfo(layer.dtype).max / self.context.ranks()
+        sent = torch.where(total.isfinite(), total.clamp(-limit, limit), total)
+        rest = total - sent
+        grad.copy_(sent)
+        if bool(rest.count_nonzero()):
+            self._carried[layer.name] = {RESIDUAL: rest.view(-1)}
+
+    def return_carried(self, result: Callable[[int], Tensor]) -> None:
+        """Keep again what was sent with a gradient that was not finite on some rank.
+
+        Args:
+            result: the reduced gradient of a layer, by its index.
+        """
+        for index, (name, residual) in self._sent_carried.items():
+            if not all_finite(result(index)):
+                self._carried[name] = {RESIDUAL: residual}
+        self._sent_carried.clear()
+
+    def forget_step(self) -> None:
+        """Forget what was sent in the running step."""
+        self._sent_carried.clear()

@@ -1,0 +1,254 @@
+"""The layout: all layers in one order, their routes, their buckets, and what all of these use."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hvd_adaptive.adaptation.controller import (
+    AdaptationController,
+    Assignment,
+    check_per_rank_levels,
+    on_link,
+)
+from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.compressors import CastCompressor
+from hvd_adaptive.config import CompressionConfig, ReducerOptions
+from hvd_adaptive.engine.exchange import Exchange
+from hvd_adaptive.engine.feedback_states import FeedbackStates
+from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.engine.launch_order import LaunchOrder
+from hvd_adaptive.engine.layer_agreement import agree_on_layers, report_layers
+from hvd_adaptive.engine.routing import make_plan, routes_of
+from hvd_adaptive.layers import PayloadKind
+from hvd_adaptive.planning import Plan
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is; the same on all ranks.
+
+    Args:
+        rounds: how often gradients were synchronized.
+        rates: learning rates of the last step, by parameter group.
+    """
+
+    rounds: int = 0
+    rates: tuple[float, ...] = ()
+
+
+class Layout:
+    """What every layer does now, and the buckets that follow from it.
+
+    Args:
+        hooks: the parameters.
+        config: the compressors.
+        options: how gradients are sent.
+        control: agreement between ranks.
+        exchange: sends the buckets.
+        feedback: what is kept of each layer.
+        progress: how far the run is.
+        controller: changes levels during training; None leaves them as they were configured.
+    """
+
+    def __init__(
+        self,
+        hooks: GradientHooks,
+        config: CompressionConfig,
+        options: ReducerOptions,
+        control: Control,
+        exchange: Exchange,
+        feedback: FeedbackStates,
+        progress: Progress,
+        controller: AdaptationController | None,
+    ) -> None:
+        self.config = config
+        """The compressors, with what a planner has assigned."""
+        self.controller = controller
+        """What changes levels during training."""
+        self.order: list[str] = []
+        """Names of all layers in the order in which they are sent; empty until that is agreed."""
+        self.sparse: frozenset[str] = frozenset()
+        """Names of the layers with sparse gradients on some rank."""
+        self.launches = LaunchOrder()
+        self._hooks = hooks
+        self._options = options
+        self._control = control
+        self._exchange = exchange
+        self._feedback = feedback
+        self._progress = progress
+        self._agreed_ranks = 0
+        layers = hooks.layers()
+        config.check_patterns([layer.name for layer in layers])
+        self.plan: Plan = make_plan(layers, routes_of(config, layers, self.sparse), version=0, step=0)
+        """What every layer does now, as users see it."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...] | None:
+        """The buckets; None until ranks have agreed on their layers."""
+        return self.launches.buckets
+
+    @property
+    def steps(self) -> int:
+        """Steps since the end of the dense ones; negative before it."""
+        return self._progress.rounds - self._options.dense_steps
+
+    @property
+    def other_ranks(self) -> bool:
+        """Whether nothing is agreed with the ranks that there are now: in the first step."""
+        return self._control.size != self._agreed_ranks
+
+    def forget_ranks(self) -> None:
+        """Ranks must agree again."""
+        self._agreed_ranks = 0
+
+    def agree(self, arrivals: Sequence[int], seen_sparse: set[str]) -> None:
+        """Agree with all ranks on the layers and their order; all of them call it.
+
+        Args:
+            arrivals: layers in the order in which their gradients arrived here.
+            seen_sparse: layers with sparse gradients here.
+
+        Raises:
+            ValueError: ranks train different layers.
+        """
+        report = report_layers(
+            self._hooks.layers(),
+            rounds=self._progress.rounds,
+            arrivals=[self._hooks.names[index] for index in arrivals],
+            order=self.order,
+            sparse=sorted(self.sparse | seen_sparse),
+        )
+        agreed = agree_on_layers(self._control, report)
+        self._progress.rounds, self.order, self.sparse = agreed.rounds, agreed.order, agreed.sparse
+
+    def build(self, names: Sequence[str] | None = None) -> None:
+        """Build buckets of the named layers, or of all; what is kept of each layer moves with it."""
+        by_name = {layer.name: layer for layer in self._hooks.layers()}
+        layers = [by_name[name] for name in (self.order if names is None else names)]
+        sparse = frozenset() if self._options.sparse_as_dense else self.sparse
+        step, rounds = self.steps, self._progress.rounds
+        routes = routes_of(self.config, layers, sparse, max(0, step), warmup=step < 0)
+        groups = grouped(self._options.groups, list(by_name))
+        buckets = build_buckets(layers, routes, self._options.bucket_cap_bytes, groups)
+        check_gathered(buckets, self._control.size)
+        self.launches.set(buckets)
+        self._exchange.attach(buckets, self._feedback.attach(buckets))
+        self._exchange.meter.scalar("memory/feedback_bytes", self._feedback.nbytes, rounds)
+        if self.controller:
+            self._attach_controller(self.controller, buckets, routes, step < 0)
+        self._agreed_ranks = self._control.size
+        in_order = [layer for name, layer in by_name.items() if name in routes]
+        expected = self.controller.expected if self.controller else {}
+        per_rank = self.controller is not None and self.controller.per_rank_levels
+        self.plan = make_plan(in_order, routes, self.plan.version + 1, rounds, expected, per_rank)
+        self._exchange.meter.plan(self.plan, rounds)
+
+    def _attach_controller(
+        self,
+        controller: AdaptationController,
+        buckets: Sequence[Bucket],
+        routes: Mapping[str, Route],
+        idle: bool,
+    ) -> None:
+        """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
+        layers = [
+            (layer, own)
+            for layer in self._hooks.layers()
+            if layer.name not in self.sparse
+            and not isinstance(own := self.config.compressor_of(layer), CastCompressor)
+            and not own.whole_model
+        ]
+        places = {layer.name: bucket.index for bucket in buckets for layer in bucket.layers}
+        mine = [row for row in layers if row[0].name in places]
+        planned = {layer.name for layer, _ in mine}
+        others = [
+            layer
+            for bucket in buckets
+            for layer in bucket.layers
+            if layer.name not in planned and bucket.kind is not PayloadKind.SPARSE
+        ]
+        rows = make_plan(others, routes, version=0, step=0)
+        bytes_of_others = sum(
+            on_link(row.wire_bytes, routes[row.layer].kind, self._control.size) for row in rows
+        )
+        controller.attach(mine, places, bytes_of_others, idle)
+
+    def switch(self, assignments: Mapping[str, Assignment] | None) -> None:
+        """Compress as planned from the next gradient on; None changes nothing. All ranks call it.
+
+        Raises:
+            ValueError: ranks hold different plans.
+        """
+        if assignments is None:
+            return
+        self.config = replace(self.config, planned=assignments)
+        self.build()
+        digests = self._control.allgather(self.plan.digest)
+        for rank, digest in enumerate(digests):
+            if digest != self.plan.digest:
+                raise ValueError(
+                    f"rank {rank} of the process set has the plan {digest}, this rank has "
+                    f"{self.plan.digest}: all ranks must build the same model and pass the same options"
+                )
+
+    def configure(
+        self,
+        build: Callable[[CompressionConfig], CompressionConfig],
+        require_between_steps: Callable[[str], None],
+        alone: bool,
+    ) -> None:
+        """Compress in another way from the next step on; what is kept of each layer stays.
+
+        Args:
+            build: makes the new configuration of the present one.
+            require_between_steps: raises where a step has begun.
+            alone: whether there is nobody to agree with.
+
+        Raises:
+            ValueError: it could not be made on some rank, or ranks made different ones; on all ranks.
+            RuntimeError: gradients have arrived that have not been synchronized; on all ranks.
+        """
+
+        def checked() -> CompressionConfig:
+            require_between_steps("compression can only be changed")
+            config = build(self.config)
+            config.check_patterns([layer.name for layer in self._hooks.layers()])
+            if self._options.planner is not None:
+                check_per_rank_levels(self._options.planner, config, self._options.candidates)
+            return config
+
+        self.config = self._control.agree(
+            "set_compression", checked, CompressionConfig.digest, alone=alone
+        )
+        if self.controller:
+            self.controller.invalidate()
+        if self.buckets is not None:
+            self.build()
+        else:
+            layers = self._hooks.layers()
+            routes = routes_of(self.config, layers, self.sparse)
+            self.plan = make_plan(layers, routes, self.plan.version + 1, self._progress.rounds)
+
+
+def grouped(groups: int | tuple[tuple[str, ...], ...], names: Sequence[str]) -> Sequence[Sequence[str]]:
+    """Names of the layers that are to be sent together.
+
+    Args:
+        groups: names, or a number of groups of about the same number of layers, or 0.
+        names: of all layers.
+
+    Example:
+        >>> grouped(2, ["a", "b", "c"]), grouped(0, ["a"])
+        ([['a', 'b'], ['c']], ())
+    """
+    if isinstance(groups, tuple):
+        return groups
+    groups = min(groups, len(names))  # the others would be empty
+    if groups == 0:
+        return ()
+    size, extra = divmod(len(names), groups)
+    cuts = [number * size + min(number, extra) for number in range(groups + 1)]
+    return [names[start:stop] for start, stop in itertools.pairwise(cuts)]
