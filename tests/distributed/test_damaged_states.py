@@ -155,7 +155,7 @@ DAMAGE: list[Damage] = [
         for key in PILOT.split()
     ],
     *[("lgreco", put("controller", key, b"x"), rf"controller\['{key}'\]") for key in PILOT.split()],
-    ("ef", put("format", 4), "format is 4, expected 5"),
+    ("ef", put("format", 4), "format is 4, expected 6"),
     ("ef", put("rounds", -1), r"rounds must be a whole number of at least 0, got -1"),
     ("ef", put("rounds", True), "rounds must be a whole number"),
     ("ef", put("rounds", 1 << 70), "rounds must be a whole number"),

@@ -1,0 +1,194 @@
+"""What every scheme keeps: the mean of what was sent, the same operations on all ranks, its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+
+from hvd_adaptive.buckets import Bucket, build_buckets  # noqa: E402
+from hvd_adaptive.collectives import SCHEMES, scheme_for  # noqa: E402
+from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
+from hvd_adaptive.comm.request import Request  # noqa: E402
+from hvd_adaptive.config import CompressionConfig  # noqa: E402
+from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
+from hvd_adaptive.engine.routing import routes_of  # noqa: E402
+from hvd_adaptive.feedback import FeedbackContext, parse  # noqa: E402
+from hvd_adaptive.layers import Layer, PayloadKind  # noqa: E402
+from hvd_adaptive.telemetry import Meter  # noqa: E402
+
+SIZES = (1, 2, 3, 4, 7, 16, 64)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One scheme, and a compressor whose payloads it carries.
+
+    Args:
+        spec: of the compressor; None for sparse gradients.
+        payload_bytes: of one rank, for `LAYERS`; None where it depends on the data.
+        exact: whether nothing is rounded.
+    """
+
+    spec: str | None
+    payload_bytes: int | None
+    exact: bool
+
+
+LAYERS = (Layer(0, "large", (50, 70)), Layer(1, "small", (1200,)))
+NUMEL = sum(layer.numel for layer in LAYERS)
+MEMBERS = {
+    "allreduce": Member("none", 4 * NUMEL, exact=True),
+    "cast_two_shot": Member("bf16", 2 * NUMEL, exact=False),
+    "allgather": Member("topk:density=0.1,values=fp32", None, exact=True),
+    "sparse": Member(None, None, exact=True),
+}
+
+
+def test_every_scheme_has_a_row() -> None:
+    assert set(MEMBERS) == set(SCHEMES)
+
+
+def test_every_kind_of_payload_is_carried() -> None:
+    assert {scheme_for(kind).carries for kind in PayloadKind} == set(PayloadKind)
+
+
+class Recorder(LocalTransport):
+    """Notes every operation, and the bytes that it puts on this rank's link."""
+
+    def __init__(self, rank: LocalRank) -> None:
+        super().__init__(rank, hvd.Average)
+        self.operations: list[str] = []
+        self.payload = 0
+        self.sent = 0.0
+
+    def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
+        self.operations.append(f"{request.operation} {name}")
+        self.payload += 0 if len(self.operations) > 1 else _nbytes(request.tensor)
+        finish = super().submit(request, name, step)
+
+        def wait() -> Tensor:
+            result = finish()
+            self.sent += self.traffic(request, _nbytes(result))
+            return result
+
+        return wait
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def buckets_of(member: Member) -> tuple[Bucket, ...]:
+    sparse = frozenset() if member.spec else frozenset({LAYERS[0].name})
+    layers = LAYERS if member.spec else LAYERS[:1]
+    config = CompressionConfig.of(member.spec or "none", {"small": member.spec or "none"}, None)
+    return build_buckets(layers, routes_of(config, layers, sparse), 1 << 30)
+
+
+def gradients(member: Member, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    if member.spec:
+        return [torch.randn(layer.shape, generator=generator) for layer in LAYERS]
+    rows = torch.randperm(50, generator=generator)[:5]
+    values = torch.randn(5, 70, generator=generator)
+    return [torch.sparse_coo_tensor(rows[None], values, LAYERS[0].shape)]
+
+
+@dataclass
+class Outcome:
+    """One rank after a step."""
+
+    transport: Recorder
+    grads: list[Tensor]
+    kept: list[Tensor]
+
+
+def run(
+    name: str, size: int, spoil: Callable[[int, list[Tensor]], None] | None = None
+) -> list[Outcome]:
+    member = MEMBERS[name]
+    (bucket,) = buckets_of(member)
+    assert scheme_for(bucket.kind).name == name
+
+    def step(rank: LocalRank) -> Outcome:
+        transport = Recorder(rank)
+        exchange = Exchange(transport, Meter(), "test", rank=rank.rank)
+        rule = parse(bucket.feedback)
+        assert rule is not None
+        state = rule.new_state(FeedbackContext(lambda _: 0.1, lambda: size))
+        state.attach([bucket], {})
+        exchange.attach([bucket], {bucket.index: state})
+        grads = gradients(member, rank.rank)
+        if spoil is not None:
+            spoil(rank.rank, grads)
+        exchange.begin_step(0)
+        exchange.start(bucket, grads)
+        exchange.finish()
+        kept = [held for slots in state.kept().values() for held in slots.values()]
+        return Outcome(transport, grads, kept)
+
+    return LocalGroup(size).run(step)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_rank_gets_the_mean_of_what_was_sent(name: str, size: int) -> None:
+    member = MEMBERS[name]
+    outcomes = run(name, size)
+    for position in range(len(outcomes[0].grads)):
+        results = [outcome.grads[position].to_dense() for outcome in outcomes]
+        assert all(torch.equal(result, results[0]) for result in results)
+        sent = torch.zeros(results[0].shape, dtype=torch.float64)
+        for rank, outcome in enumerate(outcomes):
+            sent += gradients(member, rank)[position].to_dense()
+            if outcome.kept:
+                sent -= outcome.kept[position].view(sent.shape)
+        tolerance = 1e-5 if member.exact else 2.0**-7
+        scale = float(sent.abs().max()) / size + 1.0
+        torch.testing.assert_close(results[0].double(), sent / size, rtol=0.0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_bytes_of_a_link_are_those_that_are_counted(name: str, size: int) -> None:
+    member = MEMBERS[name]
+    outcomes = run(name, size)
+    payloads = [outcome.transport.payload for outcome in outcomes]
+    if member.payload_bytes is not None:
+        # slices of one size may need a little padding
+        assert all(0 <= payload - member.payload_bytes < 2 * size for payload in payloads)
+    # payloads differ in size by rank; what a link carries then is what it would of their mean
+    expected = SCHEMES[name].link_bytes(sum(payloads) / size, size)
+    for outcome in outcomes:
+        assert outcome.transport.sent == pytest.approx(expected, abs=2.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if member.spec])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_all_ranks_launch_the_same_operations_whatever_gradients_hold(
+    name: str, size: int, bad: float
+) -> None:
+    def spoil(rank: int, grads: list[Tensor]) -> None:
+        if rank == size - 1:
+            grads[0].fill_(bad)
+
+    outcomes = run(name, size, spoil)
+    usual = run(name, size)
+    for outcome in outcomes:
+        assert outcome.transport.operations == usual[0].transport.operations
+        assert bool(outcome.grads[0].isfinite().all()) == (bad == 0.0)
+        assert bool(outcome.grads[1].isfinite().all())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_one_rank_alone_puts_nothing_on_a_link(name: str) -> None:
+    assert SCHEMES[name].link_bytes(1000.0, 1) == 0.0
