@@ -91,10 +91,10 @@ def watch(control: Control) -> None:
     peers = [Peer(each["rank"], each["host"], each["process"]) for each in everyone]
     token = first["token"].encode()
     if listener is not None:
-        _begin(_First(peers, seconds, token, listener))
+        _begin(Coordinator(peers, seconds, token, listener))
     else:
         places = [(address, first["port"]) for address in first["addresses"]]
-        _begin(_Other(peers, seconds, token, control.rank, places))
+        _begin(Follower(peers, seconds, token, control.rank, places))
 
 
 def stall_seconds() -> int:
@@ -300,7 +300,7 @@ class _Watch(threading.Thread):
         )
 
 
-class _First(_Watch):
+class Coordinator(_Watch):
     """The first rank's: listens to all others.
 
     Args:
@@ -453,7 +453,7 @@ class _First(_Watch):
             line.connection.close()
 
 
-class _Other(_Watch):
+class Follower(_Watch):
     """Any other rank's: connected to the first one.
 
     Args:

@@ -22,8 +22,8 @@ from hvd_adaptive.comm.watchdog import (
     LONGEST,
     Event,
     Peer,
-    _First,
-    _Other,
+    Coordinator,
+    Follower,
     own_addresses,
     stall_seconds,
 )
@@ -40,10 +40,10 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 @pytest.fixture
-def first() -> Iterator[_First]:
+def first() -> Iterator[Coordinator]:
     """The first rank's side, with two ranks that may come."""
     listener = socket.create_server(("127.0.0.1", 0))
-    watch = _First(PEERS, 600, TOKEN, listener)
+    watch = Coordinator(PEERS, 600, TOKEN, listener)
     watch.tick = 0.1
     watch.start()
     yield watch
@@ -51,13 +51,13 @@ def first() -> Iterator[_First]:
     watch.leave()
 
 
-def place_of(first: _First) -> tuple[str, int]:
+def place_of(first: Coordinator) -> tuple[str, int]:
     place: tuple[str, int] = first._listener.getsockname()
     return place
 
 
-def join(first: _First, position: int, token: bytes = TOKEN) -> _Other:
-    other = _Other(PEERS, 600, token, position, [place_of(first)])
+def join(first: Coordinator, position: int, token: bytes = TOKEN) -> Follower:
+    other = Follower(PEERS, 600, token, position, [place_of(first)])
     other.tick = 0.1
     other.start()
     assert other.ready.wait(30)
@@ -81,7 +81,7 @@ def join(first: _First, position: int, token: bytes = TOKEN) -> _Other:
         b'{"left": true, "failed": "of no rank"}\n',
     ],
 )
-def test_a_stranger_is_shown_the_door(first: _First, words: bytes) -> None:
+def test_a_stranger_is_shown_the_door(first: Coordinator, words: bytes) -> None:
     with socket.create_connection(place_of(first), 30) as stranger:
         stranger.sendall(words)
         received = b"?"
@@ -95,7 +95,7 @@ def test_a_stranger_is_shown_the_door(first: _First, words: bytes) -> None:
     assert first.first is None
 
 
-def test_strangers_who_say_nothing_are_only_so_many_and_not_for_long(first: _First) -> None:
+def test_strangers_who_say_nothing_are_only_so_many_and_not_for_long(first: Coordinator) -> None:
     strangers = [socket.create_connection(place_of(first), 30) for _ in range(40)]
     wait_until(lambda: len(first._lines) == 2 * len(PEERS) + 16)
     for line in list(first._lines):
@@ -106,7 +106,7 @@ def test_strangers_who_say_nothing_are_only_so_many_and_not_for_long(first: _Fir
         stranger.close()
 
 
-def test_neither_side_takes_the_other_without_the_token(first: _First) -> None:
+def test_neither_side_takes_the_other_without_the_token(first: Coordinator) -> None:
     stranger = join(first, 1, b"of another run")
     assert stranger._line is None
     assert not stranger._silence
@@ -114,7 +114,7 @@ def test_neither_side_takes_the_other_without_the_token(first: _First) -> None:
     stranger.seconds = 0
 
 
-def test_what_happened_first_is_what_all_are_told(first: _First) -> None:
+def test_what_happened_first_is_what_all_are_told(first: Coordinator) -> None:
     one, two = join(first, 1), join(first, 2)
     assert two.ask({"why": True}) is None
     one.leave()
@@ -127,7 +127,7 @@ def test_what_happened_first_is_what_all_are_told(first: _First) -> None:
     assert first.ask({"why": True}) == left
 
 
-def test_who_was_killed_is_remembered_and_who_left_is_not_missed(first: _First) -> None:
+def test_who_was_killed_is_remembered_and_who_left_is_not_missed(first: Coordinator) -> None:
     one, two = join(first, 1), join(first, 2)
     wait_until(lambda: len(first._silence) == 2)
     one.leave()
@@ -139,7 +139,7 @@ def test_who_was_killed_is_remembered_and_who_left_is_not_missed(first: _First) 
     assert list(first._silence) == [2]
 
 
-def test_a_connection_that_was_lost_is_made_anew(first: _First) -> None:
+def test_a_connection_that_was_lost_is_made_anew(first: Coordinator) -> None:
     one = join(first, 1)
     [line] = first._lines
     line.connection.shutdown(socket.SHUT_RDWR)
@@ -150,7 +150,7 @@ def test_a_connection_that_was_lost_is_made_anew(first: _First) -> None:
 
 
 def test_silence_is_lost_only_after_its_time_and_not_by_ones_own_sleep() -> None:
-    watch = _First(PEERS, 100, TOKEN, socket.create_server(("127.0.0.1", 0)))
+    watch = Coordinator(PEERS, 100, TOKEN, socket.create_server(("127.0.0.1", 0)))
     for position in (1, 2):
         watch.meet(position)
 
@@ -175,7 +175,7 @@ def test_a_rank_that_cannot_reach_the_first_says_so_once_and_goes_on(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         place = gone.getsockname()
-    other = _Other(PEERS, 1, TOKEN, 2, [place])
+    other = Follower(PEERS, 1, TOKEN, 2, [place])
     other.start()
     other.join(30)
     assert not other.is_alive()
