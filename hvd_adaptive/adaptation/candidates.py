@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import CodecState, Compressor, Float64s, Int64s, Level
+from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.compressors.base import CodecState, Compressor, Level
 from hvd_adaptive.layers import Layer
 
 

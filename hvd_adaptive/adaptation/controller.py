@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.excepthook import told_by
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec
@@ -33,14 +34,13 @@ from hvd_adaptive.engine.routing import CompressionConfig, Expected
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import (
     DENSE,
+    CandidateTable,
     Measurement,
     PlanningInput,
     Recipe,
     StepMeasurements,
-    Table,
     Transfer,
 )
-from hvd_adaptive.planning.measurements import Float64s, Int64s
 from hvd_adaptive.planning.recipes import format_recipe
 from hvd_adaptive.telemetry import Meter
 
@@ -310,8 +310,8 @@ class AdaptationController:
 
     def _make_table(
         self, rows: Sequence[_Row], errors: Sequence[Float64s], sizes: Sequence[Float64s]
-    ) -> Table:
-        return Table.of(
+    ) -> CandidateTable:
+        return CandidateTable.of(
             [row.layer.name for row in rows],
             errors,
             sizes,
@@ -527,7 +527,7 @@ class AdaptationController:
         """Of all layers, one after the other: what :meth:`_Row.take` gives."""
         return np.concatenate([np.zeros(0), *(row.take(self._states) for row in self._rows.values())])
 
-    def _table_of(self, measured: Float64s) -> tuple[Table, Float64s]:
+    def _table_of(self, measured: Float64s) -> tuple[CandidateTable, Float64s]:
         """The candidates' errors and bytes as a table, and the layers' energies."""
         rows = list(self._rows.values())
         ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
@@ -726,7 +726,7 @@ def check_per_rank_levels(
         )
 
 
-def _errors_at(table: Table, choice: Int64s) -> list[float]:
+def _errors_at(table: CandidateTable, choice: Int64s) -> list[float]:
     """Of every layer; a dense one has none."""
     return [
         0.0 if index == DENSE else float(row[index])

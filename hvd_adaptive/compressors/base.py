@@ -23,14 +23,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.wire import WireError
 
 Level: TypeAlias = float
 """How hard to compress: density for sparsifiers, bits for casts and quantizers, rank for low rank."""
 
-Float64s: TypeAlias = npt.NDArray[np.float64]
-Int64s: TypeAlias = npt.NDArray[np.int64]
 Shape: TypeAlias = tuple[int, ...]
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import wire
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
     Batch,
     CodecState,
-    Float64s,
     Level,
     LinearCompressor,
     MultiLevel,

@@ -17,11 +17,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hvd_adaptive import kernels, wire
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.compressors.base import (
     CodecState,
-    Float64s,
     GatheredCompressor,
-    Int64s,
     LayerStats,
     Level,
     MultiLevel,

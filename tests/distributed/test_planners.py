@@ -23,9 +23,10 @@ from workloads import make_model, ours, set_gradients
 import hvd_adaptive as hva
 from hvd_adaptive.adaptation import controller
 from hvd_adaptive.adaptation.controller import LAG
-from hvd_adaptive.planning import Measurement, Planner, Recipe, Table
-from hvd_adaptive.planning.allocators import Limits, MinErrorKnapsack
+from hvd_adaptive.planning import CandidateTable, Measurement, Planner, Recipe
+from hvd_adaptive.planning.allocators import MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
+from hvd_adaptive.planning.table import Limits
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Fixed(BudgetOptions):
 class FixedBudget(Budget):
     needs = frozenset({Measurement.PER_RANK_ERRORS})
 
-    def allow(self, table: Table) -> Limits:
+    def allow(self, table: CandidateTable) -> Limits:
         return Limits(max_bytes=table.bytes(table.defaults))
 
 

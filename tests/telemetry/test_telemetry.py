@@ -413,7 +413,7 @@ def test_importing_the_module_imports_neither_tensorboard_nor_horovod_nor_mpi() 
         "import sys, types; p = types.ModuleType('hvd_adaptive'); "
         "p.__path__ = ['hvd_adaptive']; sys.modules['hvd_adaptive'] = p; " + code
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
@@ -487,7 +487,7 @@ def test_a_program_that_never_closes_its_meter_still_writes_the_last_window(tmp_
         "    meter.bucket(0, payload=6)\n"
         "    meter.end_step(step)\n"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
     (line,) = json_lines(tmp_path)
     assert line["step"] == 3

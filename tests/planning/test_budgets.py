@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adaptive.planning.allocators import DENSE, Table
 from hvd_adaptive.planning.budgets import (
     Bandwidth,
     Budget,
@@ -19,13 +18,14 @@ from hvd_adaptive.planning.budgets import (
     Throughput,
 )
 from hvd_adaptive.planning.measurements import Measurement, StepMeasurements, Transfer
+from hvd_adaptive.planning.table import DENSE, CandidateTable
 
 FACTORS = [10, 20, 40, 80, 160, 320, 640, 1000, 1280, 2000]
 
 
-def table(layers: int = 2) -> Table:
+def table(layers: int = 2) -> CandidateTable:
     """Top-k at each factor; the default is 40."""
-    return Table.of(
+    return CandidateTable.of(
         [f"layer{index}" for index in range(layers)],
         [[1 - 1 / factor for factor in FACTORS]] * layers,
         [[8000 / factor for factor in FACTORS]] * layers,

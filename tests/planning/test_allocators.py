@@ -11,31 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_adaptive.planning.allocators import (
-    DENSE,
     Allocator,
     FollowReference,
-    GlobalThreshold,
     KMeans,
-    Limits,
     MinCostKnapsack,
     MinErrorKnapsack,
-    Table,
     Uniform,
 )
 from hvd_adaptive.planning.knapsack import Infeasible
+from hvd_adaptive.planning.table import DENSE, CandidateTable, Limits
 
 BITS = (8, 6, 4, 3, 2)
 MEMBERS = (
     Uniform(),
     MinCostKnapsack(),
     MinErrorKnapsack(),
-    GlobalThreshold(),
     KMeans(),
     FollowReference(),
 )
 
 
-def table_of(seed: int, layers: int = 8, **changed: Any) -> Table:
+def table_of(seed: int, layers: int = 8, **changed: Any) -> CandidateTable:
     """Quantizers on layers of very different size and energy; the default is 4 bits."""
     rng = np.random.default_rng(seed)
     numel = np.round(10 ** rng.uniform(3, 6, layers))
@@ -48,7 +44,7 @@ def table_of(seed: int, layers: int = 8, **changed: Any) -> Table:
         "defaults": [2] * layers,
         "dense": 4 * numel,
     }
-    return Table.of(**{**fields, **changed})
+    return CandidateTable.of(**{**fields, **changed})
 
 
 seeds = st.integers(0, 2**32 - 1)
@@ -74,7 +70,7 @@ def test_every_allocator_keeps_its_allowance_or_says_that_none_can(
         assert (member.allocate(table, allowed) == choice).all()
 
 
-@pytest.mark.parametrize("member", [Uniform(), MinErrorKnapsack(), GlobalThreshold(), KMeans()])
+@pytest.mark.parametrize("member", [Uniform(), MinErrorKnapsack(), KMeans()])
 def test_bytes_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
     table = table_of(0)
     least = table.bytes(table.cheapest())
@@ -83,7 +79,7 @@ def test_bytes_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
     assert caught.value.least == least
 
 
-@pytest.mark.parametrize("member", [MinCostKnapsack(), GlobalThreshold(), Uniform(), KMeans()])
+@pytest.mark.parametrize("member", [MinCostKnapsack(), Uniform(), KMeans()])
 def test_errors_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
     table = table_of(0)
     with pytest.raises(Infeasible):
@@ -109,8 +105,8 @@ def test_knapsacks_beat_the_uniform_default_where_layers_differ() -> None:
 def test_weights_move_bytes_to_where_they_cost_less() -> None:
     weights = np.array([10.0, 1.0])
     fields = {"names": "ab", "errors": [[0, 1]] * 2, "sizes": [[8, 4]] * 2, "labels": [["8", "4"]] * 2}
-    plain = Table.of(**fields, defaults=[0, 1], dense=[32, 32])  # type: ignore[arg-type]
-    priced = Table.of(**fields, defaults=[0, 1], dense=[32, 32], weights=weights)  # type: ignore[arg-type]
+    plain = CandidateTable.of(**fields, defaults=[0, 1], dense=[32, 32])  # type: ignore[arg-type]
+    priced = CandidateTable.of(**fields, defaults=[0, 1], dense=[32, 32], weights=weights)  # type: ignore[arg-type]
     allowed = Limits(max_error=1)
     assert MinCostKnapsack().allocate(priced, allowed).tolist() == [1, 0]
     assert priced.cost(np.array([1, 0])) == 48
@@ -130,7 +126,7 @@ def test_uniform_is_the_most_faithful_label_that_fits() -> None:
 
 
 def test_a_layer_without_the_label_takes_what_is_nearest_in_size() -> None:
-    table = Table.of(
+    table = CandidateTable.of(
         ["wide", "narrow", "single"],
         [[1, 2, 3, 4], [1, 2], [0]],
         [[640, 320, 160, 80], [160, 30], [100]],

@@ -20,33 +20,35 @@ import pytest
 from hvd_adaptive.planning import (
     DENSE,
     REGISTRY,
+    CandidateTable,
     Decision,
     Measurement,
     Planner,
     PlanningInput,
     StepMeasurements,
-    Table,
     Transfer,
     parse,
 )
-from hvd_adaptive.planning.allocators import FollowReference, GlobalThreshold, Limits, MinErrorKnapsack
+from hvd_adaptive.planning.allocators import FollowReference, KMeans, MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Bandwidth, Budget, Static
 from hvd_adaptive.planning.knapsack import Infeasible
-from hvd_adaptive.planning.recipes import Pricing, format_recipe
+from hvd_adaptive.planning.planner import Pricing
+from hvd_adaptive.planning.recipes import format_recipe
+from hvd_adaptive.planning.table import Limits
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FACTORS = np.array([10.0, 20, 40, 80, 160, 320, 640, 1000])
 LAYERS = 6
 SPECS = {name: name + (":seconds=0.5,warmup=2" if "kimad" in name else "") for name in REGISTRY}
 
 
-def table(seed: int = 0) -> Table:
+def table(seed: int = 0) -> CandidateTable:
     """Layers whose energy is in few elements or in many; the default is 40."""
     rng = np.random.default_rng(seed)
     numel = np.round(10 ** rng.uniform(4, 6, LAYERS))
     power = rng.uniform(0.1, 1.0, LAYERS)
     energy = 10 ** rng.uniform(-3, 1, LAYERS)
-    return Table.of(
+    return CandidateTable.of(
         [f"layer{index}" for index in range(LAYERS)],
         [e * (1 - (1 / FACTORS) ** p) for e, p in zip(energy, power, strict=True)],
         [8 * n / FACTORS for n in numel],
@@ -207,7 +209,7 @@ def test_kimad_plus_loses_less_than_kimad_with_the_same_bytes() -> None:
     assert other.report["error"] < one.report["error"]
 
 
-def own_tables(ranks: int) -> tuple[Table, list[Table]]:
+def own_tables(ranks: int) -> tuple[CandidateTable, list[CandidateTable]]:
     """Ranks whose errors differ, and their mean."""
     own = [replace(table(), errors=table(seed=rank).errors) for rank in range(ranks)]
     mean = [np.mean([each.errors[layer] for each in own], axis=0) for layer in range(LAYERS)]
@@ -222,7 +224,7 @@ class Bytes(Budget):
     def __init__(self, nbytes: float) -> None:
         self.nbytes = nbytes
 
-    def allow(self, table: Table) -> Limits:
+    def allow(self, table: CandidateTable) -> Limits:
         return Limits(max_bytes=self.nbytes)
 
 
@@ -289,7 +291,7 @@ def test_gravac_plans_when_its_factor_changes_and_only_then() -> None:
 
 def test_a_reference_that_nothing_can_keep_stays() -> None:
     class Fussy(FollowReference):
-        def allocate(self, table: Table, allowed: Limits) -> np.ndarray:
+        def allocate(self, table: CandidateTable, allowed: Limits) -> np.ndarray:
             raise Infeasible("error", allowed.max_error, math.inf)
 
     decision = Planner(Static().budget(), Fussy()).plan(PlanningInput(0, table()))
@@ -298,7 +300,7 @@ def test_a_reference_that_nothing_can_keep_stays() -> None:
 
 
 def test_any_budget_goes_with_any_allocator() -> None:
-    planner = Planner(Bandwidth(seconds=0.143, warmup=2).budget(), GlobalThreshold(), period=3)
+    planner = Planner(Bandwidth(seconds=0.143, warmup=2).budget(), KMeans(), period=3)
     (decision, *_) = drive(planner, range(6))
     assert 0 < decision.report["bytes"] <= decision.report["max_bytes"]
     planner = Planner(Static().budget(), MinErrorKnapsack())
@@ -408,7 +410,20 @@ def test_random_plans_come_first_and_teach_the_times() -> None:
 # --- around ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["allocators", "budgets", "costs", "knapsack", "recipes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allocators",
+        "budgets.bandwidth",
+        "budgets.critical_regimes",
+        "budgets.throughput",
+        "costs",
+        "knapsack",
+        "planner",
+        "recipes",
+        "table",
+    ],
+)
 def test_the_examples_in_docstrings_run(name: str) -> None:
     outcome = doctest.testmod(importlib.import_module(f"hvd_adaptive.planning.{name}"))
     assert (outcome.attempted > 0, outcome.failed) == (True, 0)
