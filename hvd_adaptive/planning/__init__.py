@@ -6,8 +6,7 @@ layers?). Nothing here needs torch, Horovod or MPI: numbers come in, one index p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from hvd_adaptive.planning import recipes
 from hvd_adaptive.planning.measurements import Measurement as Measurement
 from hvd_adaptive.planning.measurements import StepMeasurements as StepMeasurements
 from hvd_adaptive.planning.measurements import Transfer as Transfer
@@ -20,19 +19,17 @@ from hvd_adaptive.planning.recipes import *  # noqa: F403 - the recipes that its
 from hvd_adaptive.planning.table import DENSE as DENSE
 from hvd_adaptive.planning.table import CandidateTable as CandidateTable
 
-if not TYPE_CHECKING:
-    from hvd_adaptive.planning import recipes
-
-    __all__ = [
-        "DENSE",
-        "CandidateTable",
-        "Decision",
-        "LayerPlan",
-        "Measurement",
-        "Plan",
-        "Planner",
-        "PlanningInput",
-        "StepMeasurements",
-        "Transfer",
-    ]
-    __all__ += recipes.__all__
+# In the place of a list, for the reason that hvd_adaptive/planning/recipes.py gives.
+globals()["__all__"] = [
+    "DENSE",
+    "CandidateTable",
+    "Decision",
+    "LayerPlan",
+    "Measurement",
+    "Plan",
+    "Planner",
+    "PlanningInput",
+    "StepMeasurements",
+    "Transfer",
+    *vars(recipes)["__all__"],
+]

@@ -50,7 +50,7 @@ class Plan:
         layers: one row a layer.
         version: counts the plans of a run.
         step: the step at which it takes effect.
-        own_levels: whether the levels and bytes are of this rank; other ranks have others.
+        per_rank_levels: whether the levels and bytes are of this rank only; other ranks have others.
     """
 
     layers: tuple[LayerPlan, ...]

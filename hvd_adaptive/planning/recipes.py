@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from hvd_adaptive import specs
 from hvd_adaptive.planning.allocators import (
@@ -147,9 +147,15 @@ REGISTRY: dict[str, type[Recipe]] = {
 }
 """Recipes by name; add a row for one of your own."""
 
-if not TYPE_CHECKING:  # which takes every public name of a module without a list
-    __all__ = ["REGISTRY", "Recipe", "format_recipe", "parse"]
-    __all__ += [member.__name__ for member in REGISTRY.values()]
+# Not by an assignment: type checkers and mkdocstrings read that only where it is a literal. Without
+# one they take every public name that is defined here.
+globals()["__all__"] = [
+    "REGISTRY",
+    "Recipe",
+    "format_recipe",
+    "parse",
+    *(member.__name__ for member in REGISTRY.values()),
+]
 
 
 def parse(planner: str | Recipe) -> Recipe:
