@@ -33,7 +33,7 @@ from torch import Tensor
 import cells
 import report
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of
-from hvd_adaptive.adaptation.controller import SAMPLES, label, link_bytes, nominal_factor
+from hvd_adaptive.adaptation.sampling import SAMPLES
 from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.compressors.sparse import DensityCompressor
@@ -173,10 +173,10 @@ def table_for(rows: Sequence[Row], sampled: Sequence[Gradients]) -> CandidateTab
         [row.layer.name for row in rows],
         errors,
         [bytes_of(row, sampled) for row in rows],
-        [[label(each) for each in row.candidates] for row in rows],
+        [[each.label for each in row.candidates] for row in rows],
         [row.default for row in rows],
         [row.layer.nbytes for row in rows],
-        factors=[[nominal_factor(each, row.layer) for each in row.candidates] for row in rows],
+        factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
     )
 
 
@@ -188,7 +188,7 @@ def bytes_of(row: Row, sampled: Sequence[Gradients]) -> list[float]:
     for each in row.candidates:
         sparse = isinstance(each.compressor, DensityCompressor)
         level = min(each.level, density) if sparse else each.level
-        sizes.append(link_bytes(Candidate(each.compressor, level), row.layer, ranks=1))
+        sizes.append(Candidate(each.compressor, level).link_bytes(row.layer, ranks=1))
     return sizes
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
-from hvd_adaptive.adaptation.controller import AdaptationController, check_per_rank_levels
+from hvd_adaptive.adaptation.candidates import check_per_rank_levels
+from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import HorovodChannel, open_channel
 from hvd_adaptive.comm.excepthook import name_this_rank
@@ -567,7 +568,7 @@ def _recipe(
             f"planner={planner!r} has nothing to decide: no compressor here has levels for each layer. "
             "Name one, such as compression='topk:density=0.01'"
         )
-    check_per_rank_levels(recipe, choice, candidates)
+    check_per_rank_levels(recipe, choice.compressors, candidates)
     return recipe
 
 

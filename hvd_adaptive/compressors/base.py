@@ -131,6 +131,8 @@ class Compressor(ABC):
     collective: ClassVar[Collective]
     selects: ClassVar[bool] = False
     """True if a payload holds some of the elements and leaves the others as they are."""
+    level_is_density: ClassVar[bool] = False
+    """True if a level is the share of elements that are sent: its compression factor is the inverse."""
     whole_model: ClassVar[bool] = False
     """True if all layers are compressed together, whatever a bucket's size."""
 

@@ -66,6 +66,7 @@ class RandomK(LinearCompressor, MultiLevel):
     unbiased: bool = False
 
     name = "randomk"
+    level_is_density = True
     collective = Collective.REDUCE
 
     def __post_init__(self) -> None:

@@ -271,6 +271,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
 class DensityCompressor(SparseCompressor):
     """A sparse compressor whose level is a density: the share of the elements that it is to send."""
 
+    level_is_density = True
+
     density: float
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import rng, wire
+from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 from hvd_adaptive.compressors.base import (
@@ -61,25 +62,6 @@ class _Staging:
     def views(self) -> list[Tensor]:
         """The layers in ``flat``, in their shapes."""
         return shaped(self.flat, self._bucket)
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveTiming:
-    """One collective of a step.
-
-    Args:
-        bucket: index of the bucket.
-        traffic: bytes that this rank's link carried in one direction.
-        launched: when, in seconds.
-        done: when its result was there at the latest.
-        exposed: seconds for which training waited for it.
-    """
-
-    bucket: int
-    traffic: int
-    launched: float
-    done: float
-    exposed: float
 
 
 @dataclass(slots=True)

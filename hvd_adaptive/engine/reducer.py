@@ -19,13 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive import checkpoint
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.adaptation.controller import (
-    AdaptationController,
-    Assignment,
-    check_per_rank_levels,
-    on_link,
-)
+from hvd_adaptive.adaptation.base import Assignment
+from hvd_adaptive.adaptation.candidates import check_per_rank_levels
+from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
+from hvd_adaptive.collectives.link import on_link
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.transport import JoinedRankError
 from hvd_adaptive.compressors import CastCompressor, Compressor, Learner, format_spec, parse
@@ -757,7 +755,9 @@ class Reducer:
             choice = build(self._choice)
             choice.check_patterns([layer.name for layer in self._layers()])
             if self._options.planner is not None:
-                check_per_rank_levels(self._options.planner, choice, self._options.candidates)
+                check_per_rank_levels(
+                    self._options.planner, choice.compressors, self._options.candidates
+                )
             return choice
 
         self._choice = self._control.agree(

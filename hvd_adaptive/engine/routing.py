@@ -24,10 +24,9 @@ from hvd_adaptive.compressors.base import Level
 from hvd_adaptive.feedback import ErrorFeedback, Feedback, NoFeedback, format_rule
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.planning import LayerPlan, Plan
+from hvd_adaptive.planning.plan import Expected
 
 Spec: TypeAlias = str | Compressor | type[Compressor]
-Expected: TypeAlias = tuple[float, float]
-"""Squared L2 error of compressing a layer's gradient, and the gradient's squared L2 norm."""
 
 # Tensors under this size, and biases and norms, travel dense: they are under 1 % of a model's bytes
 # and lose most by compression.

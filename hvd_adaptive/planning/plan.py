@@ -7,7 +7,10 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+Expected: TypeAlias = tuple[float, float]
+"""Squared L2 error of compressing a layer's gradient, and the gradient's squared L2 norm."""
 
 
 @dataclass(frozen=True, slots=True)

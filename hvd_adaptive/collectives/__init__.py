@@ -1,0 +1,1 @@
+"""How the payloads of one bucket are reduced over the ranks."""
