@@ -33,13 +33,13 @@ from torch import Tensor
 import cells
 import report
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of
-from hvd_adaptive.adaptation.controller import SAMPLES, label, link_bytes, nominal_factor
+from hvd_adaptive.adaptation.sampling import SAMPLES
+from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.compressors.sparse import DensityCompressor
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.planning import PlanningInput, Table, parse
-from hvd_adaptive.planning.measurements import Int64s
+from hvd_adaptive.planning import CandidateTable, PlanningInput, parse
 from planner import beyond
 from presets import Preset, prepare
 
@@ -163,20 +163,20 @@ def rows_of(layers: Sequence[Layer], compression: str) -> list[Row]:
     return rows
 
 
-def table_for(rows: Sequence[Row], sampled: Sequence[Gradients]) -> Table:
+def table_for(rows: Sequence[Row], sampled: Sequence[Gradients]) -> CandidateTable:
     """Mean errors of some steps, and bytes, of every candidate."""
     errors = [
         np.mean([errors_of(g[row.layer.index], row.layer, row.candidates) for g in sampled], axis=0)
         for row in rows
     ]
-    return Table.of(
+    return CandidateTable.of(
         [row.layer.name for row in rows],
         errors,
         [bytes_of(row, sampled) for row in rows],
-        [[label(each) for each in row.candidates] for row in rows],
+        [[each.label for each in row.candidates] for row in rows],
         [row.default for row in rows],
         [row.layer.nbytes for row in rows],
-        factors=[[nominal_factor(each, row.layer) for each in row.candidates] for row in rows],
+        factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
     )
 
 
@@ -188,11 +188,11 @@ def bytes_of(row: Row, sampled: Sequence[Gradients]) -> list[float]:
     for each in row.candidates:
         sparse = isinstance(each.compressor, DensityCompressor)
         level = min(each.level, density) if sparse else each.level
-        sizes.append(link_bytes(Candidate(each.compressor, level), row.layer, ranks=1))
+        sizes.append(Candidate(each.compressor, level).link_bytes(row.layer, ranks=1))
     return sizes
 
 
-def planned(table: Table) -> Int64s:
+def planned(table: CandidateTable) -> Int64s:
     """What ``planner="lgreco"`` chooses."""
     return parse("lgreco").planner().plan(PlanningInput(0, table)).levels
 
@@ -215,7 +215,7 @@ def compress(
     return {kind: tuple((sums / count[kind]).tolist()) for kind, sums in found.items()}
 
 
-def unequal_bits(table: Table) -> float:
+def unequal_bits(table: CandidateTable) -> float:
     """Bits a value that layers' unequal errors are worth, were bits no whole numbers.
 
     A bit quarters a quantizer's error, so least bits at equal total error make the error an element

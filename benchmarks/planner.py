@@ -21,9 +21,10 @@ import numpy as np
 
 import cells
 import report
-from hvd_adaptive.planning.allocators import KMeans, Limits, Table, Uniform
+from hvd_adaptive.planning.allocators import KMeans, Uniform
 from hvd_adaptive.planning.costs import BandwidthMonitor, OnlineCosts
 from hvd_adaptive.planning.knapsack import equal_slopes, min_cost, min_error, total
+from hvd_adaptive.planning.table import CandidateTable, Limits
 
 SECONDS_BAR = 0.3
 GAP_BAR = 0.005
@@ -142,7 +143,7 @@ def others(runs: int) -> dict[str, float]:
     names = [f"layer{index}" for index in range(model.layers)]
     labels = [[str(index) for index in range(len(row))] for row in errors]
     dense = [row[0] * 8 for row in sizes]
-    table = Table.of(names, errors, sizes, labels, [model.default] * model.layers, dense)
+    table = CandidateTable.of(names, errors, sizes, labels, [model.default] * model.layers, dense)
     allowed = Limits.like(table, table.defaults)
     monitor, costs = BandwidthMonitor(), OnlineCosts()
     for _ in range(60):

@@ -111,7 +111,7 @@ def work(case: Case) -> dict[str, Any]:
     import torch
 
     import hvd_adaptive as hva
-    from hvd_adaptive.adaptation.controller import SAMPLES
+    from hvd_adaptive.adaptation.sampling import SAMPLES
 
     hva.init()
     torch.set_num_threads(1)

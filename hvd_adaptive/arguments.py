@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
-from hvd_adaptive.adaptation.controller import check_per_rank_levels
+from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.compressors import CastCompressor, Compressor, NoCompression, format_spec
 from hvd_adaptive.config import CompressionConfig, ReducerOptions, Spec, parse_as
 from hvd_adaptive.engine.routing import check_dtypes, unfit_dtypes
@@ -269,7 +269,7 @@ def _recipe(
             f"planner={planner!r} has nothing to decide: no compressor here has levels for each layer. "
             "Name one, such as compression='topk:density=0.01'"
         )
-    check_per_rank_levels(recipe, config, candidates)
+    check_per_rank_levels(recipe, config.compressors, candidates)
     return recipe
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.arguments import (
     HOROVOD_MODULE,
@@ -207,9 +208,9 @@ def _reducer(
     transport = Transport(arguments.op, process_set, float(arguments.gradient_predivide_factor))
     exchange = Exchange(transport, meter, prefix, int(arguments.seed), hvd.rank())
 
-    def new_controller() -> AdaptationController | None:
+    def new_controller() -> Controller:
         if not active or options.planner is None:
-            return None
+            return NullController()
         name = f"{prefix}.plan"
         return AdaptationController(
             options.planner,

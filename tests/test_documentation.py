@@ -24,7 +24,7 @@ NEED_HOROVOD_STARTED = {"hvd_adaptive.optimizer", "hvd_adaptive.comm.startup"}
 """tests/distributed runs their examples."""
 OF_EXAMPLES = ("means", "kimad-cgx")
 """Names that only examples in the pages register."""
-PUBLIC = ("hvd_adaptive", "hvd_adaptive.compressors", "hvd_adaptive.planning")
+PUBLIC = ("hvd_adaptive", "hvd_adaptive.compressors", "hvd_adaptive.planning", "hvd_adaptive.telemetry")
 """The modules whose ``__all__`` is promised to users."""
 
 

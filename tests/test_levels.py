@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize
 
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors import distributions
 from hvd_adaptive.compressors import level_fitting as module
-from hvd_adaptive.compressors.base import Float64s
 from hvd_adaptive.compressors.distributions import Mixture, Table, block_statistics, merge, model
 from hvd_adaptive.compressors.level_fitting import (
     LearnedLevels,

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import CodecState, Compressor, Float64s, Int64s, Level
+from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.collectives import planned_link_bytes
+from hvd_adaptive.compressors import CastCompressor, format_spec
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, Level
 from hvd_adaptive.layers import Layer
+from hvd_adaptive.planning import Measurement, Recipe
+from hvd_adaptive.planning.recipes import format_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +23,25 @@ class Candidate:
 
     compressor: Compressor
     level: Level
+
+    @property
+    def label(self) -> str:
+        """The same text for the same setting in different layers."""
+        return f"{format_spec(self.compressor)} at {self.level:g}"
+
+    def payload_bytes(self, layer: Layer) -> int:
+        """Bytes that one rank sends for a layer: exact, or a tested upper bound."""
+        return self.compressor.wire_bytes(layer.numel, self.level, shape=layer.shape)
+
+    def link_bytes(self, layer: Layer, ranks: int) -> float:
+        """Bytes that one rank's link carries in one direction for a layer (ring algorithms)."""
+        return planned_link_bytes(self.payload_bytes(layer), self.compressor.payload_kind, ranks)
+
+    def nominal_factor(self, layer: Layer) -> float:
+        """Compression factor as the papers count it: 100 for a density of 1 %, 8 for 4 bits."""
+        if self.compressor.level_is_density:
+            return 1.0 / float(self.level)
+        return layer.nbytes / max(1, self.payload_bytes(layer))
 
 
 def candidates_of(layer: Layer, compressors: Sequence[Compressor]) -> tuple[Candidate, ...]:
@@ -37,7 +61,7 @@ def candidates_of(layer: Layer, compressors: Sequence[Compressor]) -> tuple[Cand
     rows = [
         Candidate(compressor, level) for compressor in compressors for level in compressor.levels(layer)
     ]
-    return tuple(sorted(rows, key=lambda row: -_bytes_of(row, layer)))
+    return tuple(sorted(rows, key=lambda row: -row.payload_bytes(layer)))
 
 
 def errors_of(
@@ -52,7 +76,7 @@ def errors_of(
         x: the layer's gradient: float32, 1-D.
         layer: its shape.
         candidates: as of :func:`candidates_of`.
-        states: what compressors have learnt, by their ``state_key``.
+        states: what compressors have learned, by their ``state_key``.
 
     Returns:
         ``float64[C]``.
@@ -79,7 +103,7 @@ def sizes_of(
 def _by_compressor(
     candidates: Sequence[Candidate], states: Mapping[Compressor, CodecState] | None
 ) -> Iterator[tuple[Compressor, list[int], list[Level], CodecState | None]]:
-    """Each compressor once: the indices and levels of its candidates, and what it has learnt."""
+    """Each compressor once: the indices and levels of its candidates, and what it has learned."""
     for compressor in dict.fromkeys(row.compressor for row in candidates):
         mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
         levels = [candidates[index].level for index in mine]
@@ -109,5 +133,28 @@ def table_of(
     return errors_of(x, layer, candidates, states), sizes_of(x, layer, candidates, states)
 
 
-def _bytes_of(row: Candidate, layer: Layer) -> int:
-    return row.compressor.wire_bytes(layer.numel, row.level, shape=layer.shape)
+def check_per_rank_levels(
+    recipe: Recipe, compressors: Sequence[Compressor], alternatives: Sequence[object] = ()
+) -> None:
+    """ValueError if the recipe gives ranks levels of their own, which these compressors do not allow.
+
+    What is summed must be the same on all ranks. With what is gathered, each rank sends its levels, but
+    not its compressors.
+
+    Args:
+        recipe: of the planner.
+        compressors: that layers have by themselves.
+        alternatives: further ones that the planner may choose.
+    """
+    if Measurement.PER_RANK_ERRORS not in recipe.planner().needs:
+        return
+    summed = [
+        each.name for each in compressors if not isinstance(each, GatheredCompressor | CastCompressor)
+    ]
+    if summed or alternatives:
+        raise ValueError(
+            f"planner={format_recipe(recipe)!r} gives each rank levels of its own, which works with "
+            "one compressor per layer whose payloads are gathered, such as topk or qsgd: "
+            + (f"{summed[0]!r} is summed" if summed else "there are candidates")
+            + "; write per_worker=false, or another compressor"
+        )

@@ -1,20 +1,26 @@
-"""Timing of collectives."""
+"""When the collectives of a step ran, and what planners learn from that."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.planning import Measurement, StepMeasurements, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTiming:
-    """One operation of a step.
+    """One collective of a step.
 
     Args:
         bucket: index of the bucket.
         traffic: bytes that this rank's link carried in one direction.
         launched: when, in seconds.
         done: when its result was there at the latest.
-        exposed: seconds for which training waited for it.
+        exposed: seconds of it that were exposed communication.
     """
 
     bucket: int
@@ -22,3 +28,91 @@ class CollectiveTiming:
     launched: float
     done: float
     exposed: float
+
+
+def span_of(timings: Sequence[CollectiveTiming]) -> float:
+    """Seconds from the start of the first collective to the end of the last."""
+    return max(timing.done for timing in timings) - min(timing.launched for timing in timings)
+
+
+def local_measurements(
+    step: int,
+    seconds: float | None,
+    learning_rate: float | None,
+    timings: Sequence[CollectiveTiming],
+    needs: frozenset[Measurement],
+) -> StepMeasurements:
+    """What this rank knows of a step by itself.
+
+    Args:
+        step: its number.
+        seconds: from the end of the step before to its own; None where that is not known.
+        learning_rate: of the optimizer.
+        timings: the step's collectives.
+        needs: what the planner asks for.
+    """
+    facts = StepMeasurements(step, seconds=seconds, learning_rate=learning_rate)
+    if seconds is None or not timings:
+        return facts
+    exposed = sum(timing.exposed for timing in timings)
+    facts = replace(facts, compute_seconds=max(0.0, seconds - exposed))
+    if Measurement.BUCKETS in needs:
+        nbytes = np.zeros(1 + max(timing.bucket for timing in timings))
+        for timing in timings:
+            nbytes[timing.bucket] += timing.traffic
+        facts = replace(facts, bucket_bytes=nbytes, sync_seconds=span_of(timings))
+    return facts
+
+
+def rank_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming]) -> Float64s:
+    """This rank's times, of which the least over the ranks is wanted.
+
+    Minus its computing time; then, for all collectives together and for each of them, its seconds
+    twice. The second time they are infinite where this rank mostly did something else meanwhile. A
+    rank's seconds include those until the last of the others joined, and until it saw the end. The rank
+    that joins last computes longest and waits for nobody: so the least of these numbers over the ranks
+    are what computing and collectives take.
+    """
+    times = [np.inf if compute_seconds is None else -compute_seconds]
+    spans = [(span_of(timings), sum(timing.exposed for timing in timings))] if timings else []
+    free = -np.inf
+    for timing in timings:
+        # collectives run one after the other, so one begins when the one before has ended
+        spans.append((timing.done - max(timing.launched, free), timing.exposed))
+        free = timing.done
+    for seconds, exposed in spans:
+        times += [seconds, seconds if exposed >= 0.5 * seconds > 0 else np.inf]
+    return np.array(times)
+
+
+def with_transfers(
+    facts: StepMeasurements, traffic: Sequence[int], least: Float64s
+) -> StepMeasurements:
+    """The step with its transfers and computing time.
+
+    Args:
+        facts: the step.
+        traffic: bytes of each collective.
+        least: the least over the ranks of :func:`rank_times`.
+    """
+    computing, *times = least.tolist()
+    known = [_known(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+    transfers: list[Transfer] = []
+    if known:
+        together, *each = known
+        # together, because the end of one is seen late where cores are busy, which shortens the next
+        spans = [(sum(traffic), together)] if together < np.inf else zip(traffic, each, strict=True)
+        transfers = [
+            Transfer(nbytes, seconds) for nbytes, seconds in spans if nbytes > 0 and seconds < np.inf
+        ]
+    compute_seconds = None if computing == np.inf else max(0.0, -computing)
+    nbytes = float(sum(traffic))
+    return replace(facts, nbytes=nbytes, transfers=transfers, compute_seconds=compute_seconds)
+
+
+def _known(seconds: float, exposed: float) -> float:
+    """The least seconds of all ranks, if a rank that took hardly longer did nothing but wait.
+
+    Else the rank that joined last was busy, and the others waited for it, not for the network.
+    """
+    return exposed if exposed <= 1.25 * seconds else np.inf

@@ -18,7 +18,7 @@ SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme for scheme in (AllReduce(), CastTwoShot(), AllGather(), SparseAllGather())
 }
 
-__all__ = ["SCHEMES", "Scheme", "scheme_for"]
+__all__ = ["SCHEMES", "Scheme", "planned_link_bytes", "scheme_for"]
 
 
 def scheme_for(kind: PayloadKind) -> Scheme:
@@ -29,3 +29,20 @@ def scheme_for(kind: PayloadKind) -> Scheme:
         'allgather'
     """
     return next(scheme for scheme in SCHEMES.values() if scheme.carries is kind)
+
+
+def planned_link_bytes(payload: float, kind: PayloadKind, ranks: int) -> float:
+    """Bytes on one rank's link, as planners count them.
+
+    A lone rank counts as one of two: it sends nothing, which would leave nothing to decide.
+
+    Args:
+        payload: bytes of one rank.
+        kind: of the payload.
+        ranks: number of ranks.
+
+    Example:
+        >>> [planned_link_bytes(100, PayloadKind.ENCODED, ranks) for ranks in (1, 2, 4)]
+        [100.0, 100.0, 300.0]
+    """
+    return scheme_for(kind).link_bytes(payload, max(2, ranks))

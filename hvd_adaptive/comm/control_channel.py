@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.planning.measurements import Float64s
 
 T = TypeVar("T")
 

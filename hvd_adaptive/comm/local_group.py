@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.transport import Transport
-from hvd_adaptive.planning.measurements import Float64s
 
 T = TypeVar("T")
 Combine: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]

@@ -23,14 +23,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire import WireError
 
 Level: TypeAlias = float
 """How hard to compress: density for sparsifiers, bits for casts and quantizers, rank for low rank."""
 
-Float64s: TypeAlias = npt.NDArray[np.float64]
-Int64s: TypeAlias = npt.NDArray[np.int64]
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -132,6 +131,8 @@ class Compressor(ABC):
     payload_kind: ClassVar[PayloadKind]
     selects: ClassVar[bool] = False
     """True if a payload holds some of the elements and leaves the others as they are."""
+    level_is_density: ClassVar[bool] = False
+    """True if a level is the share of elements that are sent: its compression factor is the inverse."""
     whole_model: ClassVar[bool] = False
     """True if all layers are compressed together, whatever a bucket's size."""
 

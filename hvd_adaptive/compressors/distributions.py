@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import Float64s
+from hvd_adaptive.arrays import Float64s
 
 Norm: TypeAlias = Literal["l2", "max"]
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
     CodecState,
-    Float64s,
     GatheredCompressor,
     LayerStats,
     Level,

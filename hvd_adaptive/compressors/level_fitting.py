@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import Float64s, Learner
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.compressors.base import Learner
 from hvd_adaptive.compressors.distributions import (
     Distribution,
     Norm,

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
     Batch,
     CodecState,
     Compressor,
-    Float64s,
     Level,
     LinearCompressor,
     Payload,

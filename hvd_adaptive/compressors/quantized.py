@@ -19,12 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.compressors.base import (
     CodecState,
     Compressor,
-    Float64s,
     GatheredCompressor,
-    Int64s,
     LayerStats,
     Level,
     Shape,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import wire
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
     Batch,
     CodecState,
-    Float64s,
     Level,
     LinearCompressor,
     MultiLevel,
@@ -66,6 +66,7 @@ class RandomK(LinearCompressor, MultiLevel):
     unbiased: bool = False
 
     name = "randomk"
+    level_is_density = True
     payload_kind = PayloadKind.SUMMABLE
 
     def __post_init__(self) -> None:

@@ -17,11 +17,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hvd_adaptive import kernels, wire
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.compressors.base import (
     CodecState,
-    Float64s,
     GatheredCompressor,
-    Int64s,
     LayerStats,
     Level,
     MultiLevel,
@@ -271,6 +270,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
 
 class DensityCompressor(SparseCompressor):
     """A sparse compressor whose level is a density: the share of the elements that it is to send."""
+
+    level_is_density = True
 
     density: float
 

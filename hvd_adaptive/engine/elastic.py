@@ -28,7 +28,7 @@ from horovod.torch.elastic.state import (
 )
 from torch import Tensor
 
-from hvd_adaptive.adaptation.controller import AdaptationController
+from hvd_adaptive.adaptation.base import Controller
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.reducer import Reducer
@@ -155,7 +155,7 @@ class ElasticReducer(Reducer):
         self,
         *args: Any,
         agree: Callable[[], object],
-        new_controller: Callable[[], AdaptationController | None],
+        new_controller: Callable[[], Controller],
         configure: Callable[[int], None],
     ) -> None:
         super().__init__(*args)
@@ -302,7 +302,7 @@ class ElasticReducer(Reducer):
 
     def _tell(self, meeting: _Meeting) -> None:
         """Say on rank 0, once, what has changed."""
-        news = meeting.news(self._controller is not None)
+        news = meeting.news(self._controller.plans)
         if not news or self._control.rank != 0:
             return
         print(f"hvd_adaptive: step {self.steps}: {news}", file=sys.stderr, flush=True)

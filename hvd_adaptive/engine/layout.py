@@ -6,13 +6,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_adaptive.adaptation.controller import (
-    AdaptationController,
-    Assignment,
-    check_per_rank_levels,
-    on_link,
-)
+from hvd_adaptive.adaptation.base import Assignment, Controller
+from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
+from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.config import CompressionConfig, ReducerOptions
@@ -50,7 +47,7 @@ class Layout:
         exchange: sends the buckets.
         feedback: what is kept of each layer.
         progress: how far the run is.
-        controller: changes levels during training; None leaves them as they were configured.
+        controller: changes levels during training.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Layout:
         exchange: Exchange,
         feedback: FeedbackStates,
         progress: Progress,
-        controller: AdaptationController | None,
+        controller: Controller,
     ) -> None:
         self.config = config
         """The compressors, with what a planner has assigned."""
@@ -137,18 +134,17 @@ class Layout:
         self.launches.set(buckets)
         self._exchange.attach(buckets, self._feedback.attach(buckets))
         self._exchange.meter.scalar("memory/feedback_bytes", self._feedback.nbytes, rounds)
-        if self.controller:
-            self._attach_controller(self.controller, buckets, routes, step < 0)
+        if self.controller.plans:
+            self._attach_controller(buckets, routes, step < 0)
         self._agreed_ranks = self._control.size
         in_order = [layer for name, layer in by_name.items() if name in routes]
-        expected = self.controller.expected if self.controller else {}
-        per_rank = self.controller is not None and self.controller.per_rank_levels
-        self.plan = make_plan(in_order, routes, self.plan.version + 1, rounds, expected, per_rank)
+        version, per_rank = self.plan.version + 1, self.controller.per_rank_levels
+        expected = self.controller.expected
+        self.plan = make_plan(in_order, routes, version, rounds, expected, per_rank)
         self._exchange.meter.plan(self.plan, rounds)
 
     def _attach_controller(
         self,
-        controller: AdaptationController,
         buckets: Sequence[Bucket],
         routes: Mapping[str, Route],
         idle: bool,
@@ -172,9 +168,10 @@ class Layout:
         ]
         rows = make_plan(others, routes, version=0, step=0)
         bytes_of_others = sum(
-            on_link(row.wire_bytes, routes[row.layer].kind, self._control.size) for row in rows
+            planned_link_bytes(row.wire_bytes, routes[row.layer].kind, self._control.size)
+            for row in rows
         )
-        controller.attach(mine, places, bytes_of_others, idle)
+        self.controller.attach(mine, places, bytes_of_others, idle)
 
     def switch(self, assignments: Mapping[str, Assignment] | None) -> None:
         """Compress as planned from the next gradient on; None changes nothing. All ranks call it.
@@ -217,14 +214,15 @@ class Layout:
             config = build(self.config)
             config.check_patterns([layer.name for layer in self._hooks.layers()])
             if self._options.planner is not None:
-                check_per_rank_levels(self._options.planner, config, self._options.candidates)
+                check_per_rank_levels(
+                    self._options.planner, config.compressors, self._options.candidates
+                )
             return config
 
         self.config = self._control.agree(
             "set_compression", checked, CompressionConfig.digest, alone=alone
         )
-        if self.controller:
-            self.controller.invalidate()
+        self.controller.invalidate()
         if self.buckets is not None:
             self.build()
         else:

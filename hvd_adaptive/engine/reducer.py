@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import checkpoint
-from hvd_adaptive.adaptation.controller import AdaptationController
+from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.transport import JoinedRankError
@@ -42,7 +42,7 @@ class Reducer:
         control: agreement between ranks.
         exchange: sends the buckets.
         active: False on a rank that communicates with nobody; it then does nothing at all.
-        controller: changes levels during training; None leaves them as they were configured.
+        controller: changes levels during training; by default nothing does.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Reducer:
         control: Control,
         exchange: Exchange,
         active: bool = True,
-        controller: AdaptationController | None = None,
+        controller: Controller | None = None,
     ) -> None:
         self._active = active
         self._options = options
@@ -77,7 +77,14 @@ class Reducer:
         for name, parameter in named:
             self.add(name, parameter)
         self._layout = Layout(
-            self._hooks, config, options, control, exchange, self._feedback, self._progress, controller
+            self._hooks,
+            config,
+            options,
+            control,
+            exchange,
+            self._feedback,
+            self._progress,
+            controller or NullController(),
         )
 
     @property
@@ -86,7 +93,7 @@ class Reducer:
         return self._layout.plan
 
     @property
-    def _controller(self) -> AdaptationController | None:
+    def _controller(self) -> Controller:
         return self._layout.controller
 
     # --- parameters and arriving gradients --------------------------------------------------------
@@ -126,8 +133,7 @@ class Reducer:
     @property
     def _waits_for_all(self) -> bool:
         """Whether all gradients must have arrived before the first bucket is launched."""
-        decides_first = self._controller is not None and self._controller.exact
-        return decides_first or self._feedback.must_observe_all
+        return self._controller.exact or self._feedback.must_observe_all
 
     def _begin(self) -> None:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
@@ -170,16 +176,17 @@ class Reducer:
             self._exchange.start(bucket, [self._gradients.sparse(bucket.layers[0])])
             return
         grads = self._dense_gradients(bucket)
-        if self._controller and not self._controller.exact:
-            self._show(self._controller, bucket, grads)
+        if not self._controller.exact:
+            self._show(bucket, grads)
         self._feedback.add_carried(bucket.layers, grads)
         self._exchange.start(bucket, grads)
 
     def _dense_gradients(self, bucket: Bucket) -> list[Tensor]:
         return [self._gradients.dense(layer.index) for layer in bucket.layers]
 
-    def _show(self, controller: AdaptationController, bucket: Bucket, grads: Sequence[Tensor]) -> None:
+    def _show(self, bucket: Bucket, grads: Sequence[Tensor]) -> None:
         """Let the controller observe what is about to be compressed."""
+        controller = self._controller
         if controller.observes(self.rounds):
             local, whole = self._feedback.preview(bucket, grads, controller.sees_feedback)
             for layer, grad, x in zip(bucket.layers, local, whole, strict=True):
@@ -189,22 +196,20 @@ class Reducer:
         """Launch what has not been launched, and wait for everything."""
         buckets = self._layout.buckets
         assert buckets is not None
-        if self._controller and self._controller.exact and self._layout.launches.untouched:
-            self._decide_before_launch(self._controller, buckets)
+        if self._controller.exact and self._layout.launches.untouched:
+            self._decide_before_launch(buckets)
         if self._feedback.must_observe_all:
             self._feedback.observe_all(self._layout.buckets or (), self._gradients.dense)
         for bucket in self._layout.launches.remaining():
             self._launch(bucket)
         self._exchange.finish()
 
-    def _decide_before_launch(
-        self, controller: AdaptationController, buckets: Sequence[Bucket]
-    ) -> None:
+    def _decide_before_launch(self, buckets: Sequence[Bucket]) -> None:
         """Measure all gradients and plan with them before the first is sent."""
         for bucket in buckets:
             if bucket.kind is not PayloadKind.SPARSE:
-                self._show(controller, bucket, self._dense_gradients(bucket))
-        self._layout.switch(controller.decide_before_launch(self.rounds))
+                self._show(bucket, self._dense_gradients(bucket))
+        self._layout.switch(self._controller.decide_before_launch(self.rounds))
 
     # --- the end of a step ------------------------------------------------------------------------
 
@@ -254,12 +259,12 @@ class Reducer:
         if self._layout.buckets is None:
             self._lay_out_first()
         dropped = self._vote()
-        if self._controller and self._controller.exact:
+        if self._controller.exact:
             self._require_all_ranks()  # it decides before anything is sent
         self._complete()
         self._feedback.return_carried(self._gradients.result)
         outcome = self._ballot.outcome()
-        if self._controller or outcome["adapt"] or self._codecs.collecting:
+        if self._controller.plans or outcome["adapt"] or self._codecs.collecting:
             self._require_all_ranks()
         if outcome["adapt"]:
             self._adapt()
@@ -271,14 +276,14 @@ class Reducer:
     def _vote(self) -> list[str]:
         """Report what this rank has met in this step, and ask for what rank 0's planner wants."""
         dropped = self._gradients.dropped()
-        collect, ready = self._controller.votes(self.rounds) if self._controller else (False, False)
+        wanted = self._controller.votes(self.rounds)
         self._ballot.cast(
             self.rounds,
             adapt=self._parameters_changed,
             relearn=self._rates_fell(),
             dropped=bool(dropped),
-            collect=collect,
-            ready=ready,
+            collect=wanted.collect,
+            ready=wanted.ready,
         )
         return dropped
 
@@ -300,8 +305,6 @@ class Reducer:
 
     def _follow(self, collect: bool, ready: bool) -> None:
         """Do what rank 0's planner asks for."""
-        if self._controller is None:
-            return
         rate = max(self._progress.rates, default=None)
         self._controller.end_step(self.rounds, rate, self._exchange.timings)
         if collect:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 
@@ -22,9 +21,7 @@ from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.feedback import ErrorFeedback, Feedback, NoFeedback, format_rule
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import LayerPlan, Plan
-
-Expected: TypeAlias = tuple[float, float]
-"""Squared L2 error of compressing a layer's gradient, and the gradient's squared L2 norm."""
+from hvd_adaptive.planning.plan import Expected
 
 # What Horovod can add on CPU and GPU.
 _SUMMABLE = (torch.float16, torch.float32, torch.float64)

@@ -37,7 +37,7 @@ def state_of(
             name: [None if compressor is None else format_spec(compressor), level]
             for name, (compressor, level) in layout.config.planned.items()
         },
-        "controller": layout.controller.state_dict() if layout.controller else None,
+        "controller": layout.controller.state_dict(),
         **progress_of(codecs, progress),
     }
 
@@ -64,7 +64,7 @@ def restore_layers(
     state: Mapping[str, Any], hooks: GradientHooks, layout: Layout, feedback: FeedbackStates
 ) -> None:
     """Take the plan and what was kept of each layer, from what :func:`state_of` returned."""
-    if layout.controller and state["controller"] is not None:
+    if layout.controller.plans and state["controller"] is not None:
         layout.controller.load_state_dict(copy.deepcopy(state["controller"]))
         layout.config = replace(layout.config, planned=checkpoint.planned(state))
     laid_out = layout.buckets is not None

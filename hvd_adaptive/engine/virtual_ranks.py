@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
+from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.compressors import parse
@@ -85,7 +86,7 @@ class VirtualRanks:
             # a rank's gradients need parameters of their own, which share the model's memory
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
             exchange = Exchange(rank.transport(op), Meter(), "local", seed, rank.rank)
-            controller = None
+            controller: Controller = NullController()
             if options.planner is not None:
                 controller = AdaptationController(
                     options.planner,

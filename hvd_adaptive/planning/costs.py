@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adaptive.planning.measurements import Float64s, Int64s
+from hvd_adaptive.arrays import Float64s, Int64s
 
 __all__ = [
     "BandwidthMonitor",

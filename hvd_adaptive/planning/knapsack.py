@@ -33,8 +33,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.kernels.caching import jit
-from hvd_adaptive.planning.measurements import Float64s, Int64s
 
 __all__ = ["Infeasible", "Rows", "equal_slopes", "min_cost", "min_error", "total"]
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+from hvd_adaptive.arrays import Float64s
 
-__all__ = ["Float64s", "Int64s", "Measurement", "Options", "StepMeasurements", "Transfer"]
-
-Float64s: TypeAlias = npt.NDArray[np.float64]
-Int64s: TypeAlias = npt.NDArray[np.int64]
+__all__ = ["CheckedOptions", "Measurement", "StepMeasurements", "Transfer"]
 
 
-class Options:
+class CheckedOptions:
     """Base of all options, which are combined by inheritance: each class checks its own fields."""
 
     def __post_init__(self) -> None:
@@ -27,7 +22,7 @@ class Measurement(Enum):
     """Something that must be measured because a planner asks for it."""
 
     ERRORS = "errors"
-    """``Table.errors`` when a plan is made."""
+    """``CandidateTable.errors`` when a plan is made."""
     PER_RANK_ERRORS = "own errors"
     """``PlanningInput.own`` when a plan is made: every rank then has levels of its own."""
     GAINS = "gains"

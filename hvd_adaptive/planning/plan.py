@@ -7,7 +7,10 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+Expected: TypeAlias = tuple[float, float]
+"""Squared L2 error of compressing a layer's gradient, and the gradient's squared L2 norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Plan:
         layers: one row a layer.
         version: counts the plans of a run.
         step: the step at which it takes effect.
-        own_levels: whether the levels and bytes are of this rank; other ranks have others.
+        per_rank_levels: whether the levels and bytes are of this rank only; other ranks have others.
     """
 
     layers: tuple[LayerPlan, ...]

@@ -1,4 +1,4 @@
-"""All plans of a run as one picture: a band a layer, time to the right, darker for fewer bytes."""
+"""All plans of a run as one picture: one band per layer, time to the right, darker for fewer bytes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _NAMES = 230
 _STRONGEST = 1000.0
 """Compression at which a band is darkest."""
 _NONE = np.full(3, 200.0)
-"""Grey, for a layer that was not trained."""
-_COLOURS = np.array([[253, 231, 37], [94, 201, 98], [33, 145, 140], [59, 82, 139], [68, 1, 84]])
+"""Gray, for a layer that was not trained."""
+_COLORS = np.array([[253, 231, 37], [94, 201, 98], [33, 145, 140], [59, 82, 139], [68, 1, 84]])
 """From dense to the strongest compression, even steps of its logarithm."""
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """From when on a plan holds, and each layer's colour."""
+    """The step from which a plan holds, and each layer's color."""
 
     step: int
-    colours: dict[str, npt.NDArray[np.float64]]
+    colors: dict[str, npt.NDArray[np.float64]]
 
 
 class PlanPicture:
-    """Layers x time; pixels of one plan have one colour a layer.
+    """Layers x time; pixels of one plan have one color per layer.
 
     Example:
         >>> from hvd_adaptive.planning.plan import LayerPlan
@@ -49,20 +49,20 @@ class PlanPicture:
 
     def add(self, plan: Plan, step: int) -> None:
         """A plan that holds from this step on."""
-        colours = {row.layer: _colour(row.dense_bytes / max(1, row.wire_bytes)) for row in plan}
-        self._moments.append(_Moment(step, colours))
+        colors = {row.layer: _color(row.dense_bytes / max(1, row.wire_bytes)) for row in plan}
+        self._moments.append(_Moment(step, colors))
         if len(self._moments) > 4 * WIDTH:
             self._moments = [self._moments[index] for index in np.unique(self._shown())]
 
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """``uint8[layers * BAND, WIDTH, 3]``; grey where a layer was not trained."""
+        """``uint8[layers * BAND, WIDTH, 3]``; gray where a layer was not trained."""
         bands = np.array(
-            [[moment.colours.get(name, _NONE) for moment in self._moments] for name in self._names]
+            [[moment.colors.get(name, _NONE) for moment in self._moments] for name in self._names]
         )
         return np.repeat(bands[:, self._shown()], BAND, axis=0).astype(np.uint8)
 
     def _shown(self) -> npt.NDArray[np.int64]:
-        """The plan at each pixel of the axis."""
+        """Index of the plan at each pixel of the axis."""
         steps = np.array([moment.step for moment in self._moments])
         # the last plan has begun just now: it gets a share of the axis as if it had lasted a little
         length = max(1.0, 1.02 * float(steps[-1] - steps[0]))
@@ -71,7 +71,7 @@ class PlanPicture:
 
     @property
     def _names(self) -> list[str]:
-        return list(dict.fromkeys(name for moment in self._moments for name in moment.colours))
+        return list(dict.fromkeys(name for moment in self._moments for name in moment.colors))
 
     def png(self) -> tuple[bytes, int, int]:
         """The picture with names and a time axis: PNG, width and height in pixels."""
@@ -87,14 +87,14 @@ class PlanPicture:
         first, last = self._moments[0].step, self._moments[-1].step
         draw.text((_NAMES, len(pixels)), f"step {first}", fill="black")
         draw.text((_NAMES + WIDTH - 90, len(pixels)), f"step {last}", fill="black")
-        legend = f"dense (light) to {_STRONGEST:g} times smaller (dark)"
+        legend = f"dense (light) to a compression ratio of {_STRONGEST:g} (dark)"
         draw.text((2, len(pixels) + BAND), legend, fill="black")
         file = io.BytesIO()
         image.save(file, format="PNG", optimize=True)
         return file.getvalue(), _NAMES + WIDTH, height
 
 
-def _colour(ratio: float) -> npt.NDArray[np.float64]:
-    share = np.clip(np.log(max(ratio, 1.0)) / np.log(_STRONGEST), 0, 1) * (len(_COLOURS) - 1)
-    places = np.arange(len(_COLOURS))
-    return np.array([np.interp(share, places, channel) for channel in _COLOURS.T])
+def _color(ratio: float) -> npt.NDArray[np.float64]:
+    share = np.clip(np.log(max(ratio, 1.0)) / np.log(_STRONGEST), 0, 1) * (len(_COLORS) - 1)
+    places = np.arange(len(_COLORS))
+    return np.array([np.interp(share, places, channel) for channel in _COLORS.T])

@@ -20,10 +20,10 @@ pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 from hvd_adaptive.comm.watchdog import (
     LONGEST,
-    Event,
-    Peer,
     Coordinator,
+    Event,
     Follower,
+    Peer,
     own_addresses,
     stall_seconds,
 )

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
-from hvd_adaptive.adaptation import controller
+from hvd_adaptive.adaptation import controller, worker
 from hvd_adaptive.adaptation.controller import LAG
-from hvd_adaptive.planning import Measurement, Planner, Recipe, Table
-from hvd_adaptive.planning.allocators import Limits, MinErrorKnapsack
+from hvd_adaptive.planning import CandidateTable, Measurement, Planner, Recipe
+from hvd_adaptive.planning.allocators import MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
+from hvd_adaptive.planning.table import Limits
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Fixed(BudgetOptions):
 class FixedBudget(Budget):
     needs = frozenset({Measurement.PER_RANK_ERRORS})
 
-    def allow(self, table: Table) -> Limits:
+    def allow(self, table: CandidateTable) -> Limits:
         return Limits(max_bytes=table.bytes(table.defaults))
 
 
@@ -123,7 +124,7 @@ class Punctual(ThreadPoolExecutor):
 @pytest.fixture
 def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are in time: on a busy machine one may be late, which delays its switch."""
-    monkeypatch.setattr(controller, "ThreadPoolExecutor", Punctual)
+    monkeypatch.setattr(worker, "ThreadPoolExecutor", Punctual)
 
 
 def assert_same_on_all_ranks(value: Any) -> None:
@@ -248,7 +249,7 @@ def test_a_planner_that_fails_stops_all_ranks_with_its_message(monkeypatch: Any)
 
     monkeypatch.setattr(Planner, "plan", fail)
     model, optimizer = make("lgreco:period=8")
-    with pytest.raises(RuntimeError, match="planner failed on the first rank: ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match="planner failed on rank 0 of the process set: Zero"):
         run(model, optimizer)
 
 
@@ -377,13 +378,13 @@ def test_a_resumed_run_sees_the_same_decaying_rate(
     name: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[float | None] = []
-    facts_of = controller._facts_of
+    facts_of = controller.local_measurements
 
     def spied(step: int, seconds: Any, rate: float | None, timings: Any, needs: Any) -> Any:
         seen.append(rate)
         return facts_of(step, seconds, rate, timings, needs)
 
-    monkeypatch.setattr(controller, "_facts_of", spied)
+    monkeypatch.setattr(controller, "local_measurements", spied)
     model, optimizer = make(RECIPES[name])
     run_decaying(model, optimizer, range(STEPS))
     whole = list(seen)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from workloads import make_model, ours
 
-from hvd_adaptive.adaptation.controller import _own_times, _with_times
-from hvd_adaptive.adaptation.timing import CollectiveTiming
+from hvd_adaptive.adaptation.timing import CollectiveTiming, rank_times, with_transfers
 from hvd_adaptive.planning import Planner, StepMeasurements
 
 STEPS = 12
@@ -56,8 +55,8 @@ def test_the_time_for_which_ranks_wait_for_a_slow_one_is_its_computing(
 @pytest.mark.ranks(2)
 def test_what_only_the_waiting_ranks_know_is_not_known() -> None:
     def told(*ranks: tuple[float, list[CollectiveTiming]]) -> StepMeasurements:
-        vectors = [_own_times(computing, timings) for computing, timings in ranks]
-        return _with_times(StepMeasurements(0), [100, 50], lambda: np.min(vectors, axis=0))
+        vectors = [rank_times(computing, timings) for computing, timings in ranks]
+        return with_transfers(StepMeasurements(0), [100, 50], np.min(vectors, axis=0))
 
     early = [CollectiveTiming(0, 100, 0.0, 1.0, 0.9), CollectiveTiming(1, 50, 0.1, 1.2, 0.2)]
     late = [CollectiveTiming(0, 100, 0.7, 1.0, 0.25), CollectiveTiming(1, 50, 0.8, 1.2, 0.2)]

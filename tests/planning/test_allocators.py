@@ -7,98 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hvd_adaptive.planning.allocators import (
-    DENSE,
-    Allocator,
     FollowReference,
-    GlobalThreshold,
     KMeans,
-    Limits,
     MinCostKnapsack,
     MinErrorKnapsack,
-    Table,
     Uniform,
 )
-from hvd_adaptive.planning.knapsack import Infeasible
-
-BITS = (8, 6, 4, 3, 2)
-MEMBERS = (
-    Uniform(),
-    MinCostKnapsack(),
-    MinErrorKnapsack(),
-    GlobalThreshold(),
-    KMeans(),
-    FollowReference(),
-)
-
-
-def table_of(seed: int, layers: int = 8, **changed: Any) -> Table:
-    """Quantizers on layers of very different size and energy; the default is 4 bits."""
-    rng = np.random.default_rng(seed)
-    numel = np.round(10 ** rng.uniform(3, 6, layers))
-    energy = 10 ** rng.uniform(-4, 2, layers)
-    fields: dict[str, Any] = {
-        "names": [f"layer{index}" for index in range(layers)],
-        "errors": [[e * 4.0**-bits for bits in BITS] for e in energy],
-        "sizes": [[n * bits / 8 for bits in BITS] for n in numel],
-        "labels": [[f"{bits} bit" for bits in BITS]] * layers,
-        "defaults": [2] * layers,
-        "dense": 4 * numel,
-    }
-    return Table.of(**{**fields, **changed})
-
-
-seeds = st.integers(0, 2**32 - 1)
-
-
-@settings(deadline=None, max_examples=60)
-@given(seeds, st.sampled_from(MEMBERS), st.floats(0, 1))
-def test_every_allocator_keeps_its_allowance_or_says_that_none_can(
-    seed: int, member: Allocator, share: float
-) -> None:
-    table = table_of(seed)
-    most, least = table.bytes(np.zeros(8, np.int64)), table.bytes(table.cheapest())
-    by_bytes = Limits(max_bytes=least + share * (most - least))
-    for allowed in (Limits.like(table, table.defaults), by_bytes):
-        if isinstance(member, MinCostKnapsack | FollowReference) and allowed is by_bytes:
-            continue
-        choice = member.allocate(table, allowed)
-        assert choice.dtype == np.int64
-        if isinstance(member, MinErrorKnapsack):
-            assert table.bytes(choice) <= allowed.max_bytes
-        else:
-            assert allowed.admits(table, choice)
-        assert (member.allocate(table, allowed) == choice).all()
-
-
-@pytest.mark.parametrize("member", [Uniform(), MinErrorKnapsack(), GlobalThreshold(), KMeans()])
-def test_bytes_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
-    table = table_of(0)
-    least = table.bytes(table.cheapest())
-    with pytest.raises(Infeasible) as caught:
-        member.allocate(table, Limits(max_bytes=least - 1))
-    assert caught.value.least == least
-
-
-@pytest.mark.parametrize("member", [MinCostKnapsack(), GlobalThreshold(), Uniform(), KMeans()])
-def test_errors_that_cannot_be_kept_are_infeasible(member: Allocator) -> None:
-    table = table_of(0)
-    with pytest.raises(Infeasible):
-        member.allocate(table, Limits(max_error=table.error(np.zeros(8, np.int64)) / 2))
+from hvd_adaptive.planning.table import DENSE, CandidateTable, Limits
+from tests.planning.helpers import BITS, quantizer_table
 
 
 def test_an_allocator_names_what_the_budget_lacks() -> None:
     with pytest.raises(ValueError, match="MinCostKnapsack needs a budget that bounds the error"):
-        MinCostKnapsack().allocate(table_of(0), Limits(max_bytes=1e9))
+        MinCostKnapsack().allocate(quantizer_table(0), Limits(max_bytes=1e9))
     with pytest.raises(ValueError, match="FollowReference needs a budget that has a reference"):
-        FollowReference().allocate(table_of(0), Limits(max_bytes=1e9))
+        FollowReference().allocate(quantizer_table(0), Limits(max_bytes=1e9))
 
 
 def test_knapsacks_beat_the_uniform_default_where_layers_differ() -> None:
-    table = table_of(1)
+    table = quantizer_table(1)
     allowed = Limits.like(table, table.defaults)
     cheaper = MinCostKnapsack().allocate(table, allowed)
     assert table.bytes(cheaper) < 0.9 * table.bytes(table.defaults)
@@ -109,8 +38,8 @@ def test_knapsacks_beat_the_uniform_default_where_layers_differ() -> None:
 def test_weights_move_bytes_to_where_they_cost_less() -> None:
     weights = np.array([10.0, 1.0])
     fields = {"names": "ab", "errors": [[0, 1]] * 2, "sizes": [[8, 4]] * 2, "labels": [["8", "4"]] * 2}
-    plain = Table.of(**fields, defaults=[0, 1], dense=[32, 32])  # type: ignore[arg-type]
-    priced = Table.of(**fields, defaults=[0, 1], dense=[32, 32], weights=weights)  # type: ignore[arg-type]
+    plain = CandidateTable.of(**fields, defaults=[0, 1], dense=[32, 32])  # type: ignore[arg-type]
+    priced = CandidateTable.of(**fields, defaults=[0, 1], dense=[32, 32], weights=weights)  # type: ignore[arg-type]
     allowed = Limits(max_error=1)
     assert MinCostKnapsack().allocate(priced, allowed).tolist() == [1, 0]
     assert priced.cost(np.array([1, 0])) == 48
@@ -121,7 +50,7 @@ def test_weights_move_bytes_to_where_they_cost_less() -> None:
 
 
 def test_uniform_is_the_most_faithful_label_that_fits() -> None:
-    table = table_of(2)
+    table = quantizer_table(2)
     for index in range(len(BITS)):
         level = np.full(8, index)
         fits = Limits(max_bytes=table.bytes(level) * 1.01)
@@ -130,7 +59,7 @@ def test_uniform_is_the_most_faithful_label_that_fits() -> None:
 
 
 def test_a_layer_without_the_label_takes_what_is_nearest_in_size() -> None:
-    table = Table.of(
+    table = CandidateTable.of(
         ["wide", "narrow", "single"],
         [[1, 2, 3, 4], [1, 2], [0]],
         [[640, 320, 160, 80], [160, 30], [100]],
@@ -150,14 +79,14 @@ def test_a_layer_without_the_label_takes_what_is_nearest_in_size() -> None:
 
 
 def test_compression_factors_find_their_candidates() -> None:
-    table = table_of(3, factors=[[100, 10, 1000, 500, 20]] * 8)
+    table = quantizer_table(3, factors=[[100, 10, 1000, 500, 20]] * 8)
     assert table.at_factor(480).tolist() == [3] * 8
     assert table.at_factor(1).tolist() == [DENSE] * 8
-    assert table_of(3).factors[0].tolist() == pytest.approx([32 / bits for bits in BITS])
+    assert quantizer_table(3).factors[0].tolist() == pytest.approx([32 / bits for bits in BITS])
 
 
 def test_resizing_goes_by_the_bytes_of_a_choice() -> None:
-    table = table_of(4)
+    table = quantizer_table(4)
     multiples = np.where(np.arange(8) % 2, 2.0, 0.5)
     assert table.resized(table.defaults, multiples).tolist() == [4, 0] * 4
 
@@ -168,7 +97,7 @@ def test_resizing_goes_by_the_bytes_of_a_choice() -> None:
 def test_k_means_finds_clusters_that_are_far_apart_and_orders_them_by_error_a_byte() -> None:
     numel = np.array([1e3, 1.1e3, 1e6, 1.1e6, 1e6, 0.9e3])
     energy = np.array([10.0, 12.0, 9.0, 10.0, 1e-5, 11.0])  # dense in error; even; hardly any
-    table = table_of(
+    table = quantizer_table(
         0,
         6,
         errors=[[e * 4.0**-bits for bits in BITS] for e in energy],
@@ -180,7 +109,7 @@ def test_k_means_finds_clusters_that_are_far_apart_and_orders_them_by_error_a_by
 
 
 def test_k_means_is_drawn_towards_the_reference_until_it_fits() -> None:
-    table = table_of(5)
+    table = quantizer_table(5)
     free = KMeans(clusters=4).allocate(table, Limits(max_bytes=math.inf))
     strict = Limits(table.error(free) / 2, reference=np.zeros(8, np.int64))
     choice = KMeans(clusters=4).allocate(table, strict)
@@ -192,7 +121,9 @@ def test_k_means_is_drawn_towards_the_reference_until_it_fits() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_k_means_copes_with_fewer_layers_than_clusters_and_with_equal_ones(layers: int) -> None:
-    table = table_of(0, layers, errors=[[1, 2, 3, 4, 5]] * layers, sizes=[[9, 8, 7, 6, 5]] * layers)
+    table = quantizer_table(
+        0, layers, errors=[[1, 2, 3, 4, 5]] * layers, sizes=[[9, 8, 7, 6, 5]] * layers
+    )
     assert len(KMeans().allocate(table, Limits(max_bytes=math.inf))) == layers
 
 
@@ -205,7 +136,7 @@ def test_k_means_needs_two_clusters() -> None:
 
 
 def test_dense_layers_cost_their_bytes_and_lose_nothing() -> None:
-    table = table_of(6)
+    table = quantizer_table(6)
     choice = table.defaults.copy()
     choice[3] = DENSE
     without = table.bytes(table.defaults) - table.sizes[3][2] + table.dense[3]
@@ -226,4 +157,4 @@ def test_dense_layers_cost_their_bytes_and_lose_nothing() -> None:
 )
 def test_a_table_that_does_not_fit_names_the_layer(changed: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        table_of(0, **changed)
+        quantizer_table(0, **changed)

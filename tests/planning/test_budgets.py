@@ -9,35 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adaptive.planning.allocators import DENSE, Table
 from hvd_adaptive.planning.budgets import (
     Bandwidth,
     Budget,
-    BudgetOptions,
     CriticalRegimes,
     Static,
     Throughput,
 )
 from hvd_adaptive.planning.measurements import Measurement, StepMeasurements, Transfer
-
-FACTORS = [10, 20, 40, 80, 160, 320, 640, 1000, 1280, 2000]
-
-
-def table(layers: int = 2) -> Table:
-    """Top-k at each factor; the default is 40."""
-    return Table.of(
-        [f"layer{index}" for index in range(layers)],
-        [[1 - 1 / factor for factor in FACTORS]] * layers,
-        [[8000 / factor for factor in FACTORS]] * layers,
-        [[f"{factor}x" for factor in FACTORS]] * layers,
-        [2] * layers,
-        [4000] * layers,
-        factors=[FACTORS] * layers,
-    )
+from hvd_adaptive.planning.table import DENSE
+from tests.planning.helpers import top_k_table, transfers_at
 
 
 def reference(budget: Budget) -> list[int]:
-    found = budget.allow(table()).reference
+    found = budget.allow(top_k_table()).reference
     assert found is not None
     return found.tolist()
 
@@ -46,18 +31,13 @@ def reference(budget: Budget) -> list[int]:
 
 
 def test_the_static_budget_is_what_the_defaults_lose_and_send() -> None:
-    allowed = Static().budget().allow(table())
+    allowed = Static().budget().allow(top_k_table())
     assert allowed.max_error == 2 * (1 - 1 / 40)
     assert allowed.max_bytes == 400
     assert Static().budget().needs == frozenset()
 
 
 # --- bandwidth ------------------------------------------------------------------------------------
-
-
-def transfers(step: int, rate: float, latency: float, direction: str = "up") -> list[Transfer]:
-    sizes = [1000.0 * (1 + (step + part) % 5) for part in range(3)]
-    return [Transfer(size, latency + size / rate, direction) for size in sizes]
 
 
 def test_bytes_are_what_the_network_carries_in_the_time_that_is_left() -> None:
@@ -67,12 +47,12 @@ def test_bytes_are_what_the_network_carries_in_the_time_that_is_left() -> None:
         # a slow step in the warm-up is an outlier; what comes after it does not count
         computing = 3.0 if step == 2 else 0.1
         budget.observe(
-            StepMeasurements(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.01))
+            StepMeasurements(step, compute_seconds=computing, transfers=transfers_at(step, 1e6, 0.01))
         )
     assert budget.ready
-    budget.observe(StepMeasurements(5, compute_seconds=9.0, transfers=transfers(5, 1e6, 0.01)))
+    budget.observe(StepMeasurements(5, compute_seconds=9.0, transfers=transfers_at(5, 1e6, 0.01)))
     # three collectives of 10 ms each leave 0.37 s
-    assert budget.allow(table()).max_bytes == pytest.approx(0.37e6, rel=1e-6)
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.37e6, rel=1e-6)
     assert budget.report()["bandwidth_up"] == pytest.approx(1e6, rel=1e-6)
     assert budget.report()["compute_seconds"] == pytest.approx(0.1)
 
@@ -80,9 +60,9 @@ def test_bytes_are_what_the_network_carries_in_the_time_that_is_left() -> None:
 def test_two_directions_share_the_time() -> None:
     budget = Bandwidth(seconds=0.6, warmup=1).budget()
     for step in range(4):
-        up, down = transfers(step, 1e6, 0.0), transfers(step, 4e6, 0.0, "down")
+        up, down = transfers_at(step, 1e6, 0.0), transfers_at(step, 4e6, 0.0, "down")
         budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=[*up, *down]))
-    assert budget.allow(table()).max_bytes == pytest.approx(0.5 / (1e-6 + 0.25e-6), rel=1e-6)
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.5 / (1e-6 + 0.25e-6), rel=1e-6)
 
 
 def test_the_budget_follows_the_bandwidth() -> None:
@@ -91,10 +71,10 @@ def test_the_budget_follows_the_bandwidth() -> None:
     for step in range(60):
         rate = 1e6 if (step // 20) % 2 == 0 else 1e5
         budget.observe(
-            StepMeasurements(step, compute_seconds=0.0, transfers=transfers(step, rate, 0.0))
+            StepMeasurements(step, compute_seconds=0.0, transfers=transfers_at(step, rate, 0.0))
         )
         if step % 20 == 19:
-            granted.append(budget.allow(table()).max_bytes)
+            granted.append(budget.allow(top_k_table()).max_bytes)
     assert granted == pytest.approx([5e5, 5e4, 5e5], rel=0.01)
 
 
@@ -108,23 +88,23 @@ def test_caution_asks_for_less() -> None:
         for step in range(10):
             noisy = [
                 Transfer(each.nbytes, each.seconds * rng.uniform(0.8, 1.2))
-                for each in transfers(step, 1e6, 0.0)
+                for each in transfers_at(step, 1e6, 0.0)
             ]
             budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=noisy))
-        granted.append(budget.allow(table()).max_bytes)
+        granted.append(budget.allow(top_k_table()).max_bytes)
     assert 0.8 * granted[0] < granted[1] < 0.99 * granted[0]
 
 
 def test_the_margin_follows_the_steps_that_took_too_long() -> None:
     budget = Bandwidth(seconds=0.5, warmup=1, share=0.8, probe=0).budget()
     # 0.4 s of computing is left 0.1 s: 100,000 bytes
-    fast = StepMeasurements(0, seconds=0.45, compute_seconds=0.4, transfers=transfers(0, 1e6, 0.0))
-    slow = StepMeasurements(1, seconds=0.55, compute_seconds=0.4, transfers=transfers(1, 1e6, 0.0))
+    fast = StepMeasurements(0, seconds=0.45, compute_seconds=0.4, transfers=transfers_at(0, 1e6, 0.0))
+    slow = StepMeasurements(1, seconds=0.55, compute_seconds=0.4, transfers=transfers_at(1, 1e6, 0.0))
     granted = []
     for steps in ([fast], [slow, slow], [slow, slow], [fast, slow], [fast] * 5, [fast] * 20):
         for facts in steps:
             budget.observe(facts)
-        granted.append(budget.allow(table()).max_bytes / 1e5)
+        granted.append(budget.allow(top_k_table()).max_bytes / 1e5)
     # a miss widens the margin by 0.1 * 0.8, a hit narrows it by 0.1 * 0.2; steps ahead of the second
     # allowance are not under the first one's plan
     assert granted == pytest.approx([1.0, 1.0, 0.84, 0.78, 0.88, 1.0])
@@ -145,7 +125,7 @@ def test_the_wanted_share_of_steps_keeps_the_time_whatever_the_network_does(shar
         budget.observe(facts)
         kept.append(0.1 + seconds <= 0.5)
         if step >= 5 and step % 10 == 0:
-            nbytes = budget.allow(table()).max_bytes
+            nbytes = budget.allow(top_k_table()).max_bytes
     assert share - 0.03 <= np.mean(kept[100:]) <= share + 0.06
 
 
@@ -154,9 +134,9 @@ def test_computing_time_is_of_the_last_steps() -> None:
     for step in range(20):
         computing = 0.1 if step < 10 else 0.3
         budget.observe(
-            StepMeasurements(step, compute_seconds=computing, transfers=transfers(step, 1e6, 0.0))
+            StepMeasurements(step, compute_seconds=computing, transfers=transfers_at(step, 1e6, 0.0))
         )
-    assert budget.allow(table()).max_bytes == pytest.approx(0.2e6, rel=1e-6)
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.2e6, rel=1e-6)
 
 
 def test_what_a_byte_takes_to_be_compressed_counts_as_what_it_takes_to_travel() -> None:
@@ -169,7 +149,7 @@ def test_what_a_byte_takes_to_be_compressed_counts_as_what_it_takes_to_travel() 
             StepMeasurements(step, compute_seconds=computing, nbytes=nbytes, transfers=moved)
         )
     # of 0.5 s, 0.12 s are fixed; a byte takes 0.5 us to travel and 0.2 us to be compressed
-    assert budget.allow(table()).max_bytes == pytest.approx(0.38 / 0.7e-6, rel=1e-6)
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.38 / 0.7e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize("probe", [0, 3])
@@ -184,7 +164,7 @@ def test_a_bandwidth_that_bytes_follow_is_told_from_latency_by_probing(probe: in
         )
         budget.observe(facts)
         if step >= 10 and step % 5 == 0:
-            nbytes = budget.allow(table()).max_bytes
+            nbytes = budget.allow(top_k_table()).max_bytes
             errors.append(abs(budget.report()["bandwidth_up"] / rate - 1))
     error = np.median(errors[20:])
     assert error < 0.15 if probe else error > 0.2
@@ -192,8 +172,8 @@ def test_a_bandwidth_that_bytes_follow_is_told_from_latency_by_probing(probe: in
 
 def test_computing_longer_than_the_budget_leaves_no_bytes() -> None:
     budget = Bandwidth(seconds=0.5, warmup=1).budget()
-    budget.observe(StepMeasurements(0, compute_seconds=0.7, transfers=transfers(0, 1e6, 0.0)))
-    assert budget.allow(table()).max_bytes == 0
+    budget.observe(StepMeasurements(0, compute_seconds=0.7, transfers=transfers_at(0, 1e6, 0.0)))
+    assert budget.allow(top_k_table()).max_bytes == 0
 
 
 # --- GraVAC ---------------------------------------------------------------------------------------
@@ -304,7 +284,7 @@ def test_the_level_that_nobody_chose_is_left_once_a_gain_is_known(gain: float) -
     restored = Throughput(theta_min=10, epsilon=0.7).budget(4)
     restored.load_state_dict(json.loads(json.dumps(budget.state_dict())))
     assert restored.urgent
-    budget.allow(table())
+    budget.allow(top_k_table())
     assert not budget.urgent
 
 
@@ -437,51 +417,10 @@ def test_energies_that_are_not_finite_are_left_out_and_others_must_fit() -> None
     assert reference(budget) == [3, 3]
     budget.observe(StepMeasurements(0, energy=np.ones(3)))
     with pytest.raises(ValueError, match="energies of 3 layers, but the table has 2"):
-        budget.allow(table())
+        budget.allow(top_k_table())
 
 
-# --- all ------------------------------------------------------------------------------------------
-
-ALL: list[BudgetOptions] = [
-    Static(),
-    Bandwidth(seconds=0.5, warmup=3),
-    Throughput(window=4, policy="geometric"),
-    CriticalRegimes(),
-]
-
-
-def random_facts(budget: Budget, rng: np.random.Generator, step: int) -> StepMeasurements:
-    return StepMeasurements(
-        step,
-        seconds=float(rng.uniform(0.5, 1)),
-        compute_seconds=0.1,
-        factor=budget.factor,
-        gains={theta: float(rng.uniform(0.6, 1)) for theta in budget.factors},
-        energy=rng.uniform(0, 4, 2),
-        learning_rate=0.1 if step < 25 else 0.01,
-        transfers=transfers(step, float(rng.uniform(1e5, 1e6)), 1e-3),
-    )
-
-
-@pytest.mark.parametrize("options", ALL)
-@pytest.mark.parametrize("cut", [0, 1, 17, 26])
-def test_a_budget_goes_on_from_its_state(options: BudgetOptions, cut: int) -> None:
-    seen: list[list[Any]] = []
-    for resumed in (False, True):
-        budget, rng = options.budget(20), np.random.default_rng(0)
-        found: list[Any] = []
-        for step in range(40):
-            if resumed and step == cut:
-                state = json.loads(json.dumps(budget.state_dict()))
-                budget = options.budget(20)
-                budget.load_state_dict(state)
-            budget.observe(random_facts(budget, rng, step))
-            found.append((budget.urgent, budget.factor, budget.ready))
-            if budget.ready and step % 3 == 0:
-                allowed = budget.allow(table())
-                found.append((allowed.max_error, allowed.max_bytes, budget.report()))
-        seen.append(found)
-    assert seen[0] == seen[1]
+# --- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

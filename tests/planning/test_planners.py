@@ -5,143 +5,45 @@ from __future__ import annotations
 import doctest
 import importlib
 import itertools
-import json
 import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hvd_adaptive.planning import (
     DENSE,
-    REGISTRY,
+    CandidateTable,
     Decision,
     Measurement,
     Planner,
     PlanningInput,
     StepMeasurements,
-    Table,
-    Transfer,
     parse,
 )
-from hvd_adaptive.planning.allocators import FollowReference, GlobalThreshold, Limits, MinErrorKnapsack
+from hvd_adaptive.planning.allocators import FollowReference, KMeans, MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Bandwidth, Budget, Static
 from hvd_adaptive.planning.knapsack import Infeasible
-from hvd_adaptive.planning.recipes import Pricing, format_recipe
+from hvd_adaptive.planning.planner import Pricing
+from hvd_adaptive.planning.table import Limits
+from tests.planning.helpers import (
+    BUCKETS,
+    LAYERS,
+    MODEL_FACTORS,
+    RECIPES,
+    drive,
+    model_table,
+    step_facts,
+)
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-FACTORS = np.array([10.0, 20, 40, 80, 160, 320, 640, 1000])
-LAYERS = 6
-SPECS = {name: name + (":seconds=0.5,warmup=2" if "kimad" in name else "") for name in REGISTRY}
-
-
-def table(seed: int = 0) -> Table:
-    """Layers whose energy is in few elements or in many; the default is 40."""
-    rng = np.random.default_rng(seed)
-    numel = np.round(10 ** rng.uniform(4, 6, LAYERS))
-    power = rng.uniform(0.1, 1.0, LAYERS)
-    energy = 10 ** rng.uniform(-3, 1, LAYERS)
-    return Table.of(
-        [f"layer{index}" for index in range(LAYERS)],
-        [e * (1 - (1 / FACTORS) ** p) for e, p in zip(energy, power, strict=True)],
-        [8 * n / FACTORS for n in numel],
-        [[f"{factor:g}x" for factor in FACTORS]] * LAYERS,
-        [2] * LAYERS,
-        4 * numel,
-        factors=[FACTORS] * LAYERS,
-    )
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-BUCKETS = np.array([0, 0, 1, 1, 2, 2])
-
-
-def step_facts(
-    planner: Planner, rng: np.random.Generator, step: int, factor: float
-) -> StepMeasurements:
-    """Everything that any planner asks for."""
-    return StepMeasurements(
-        step,
-        seconds=float(rng.uniform(0.5, 1)),
-        compute_seconds=0.1,
-        samples=64,
-        factor=factor,
-        gains={theta: 1 - theta / 1000 * float(rng.uniform(0.1, 0.9)) for theta in planner.factors},
-        energy=rng.uniform(0, 4, LAYERS),
-        learning_rate=0.1 if step < 60 else 0.01,
-        transfers=[Transfer(1e4 * (1 + part), 1e-3 + 1e-7 * 1e4 * (1 + part)) for part in range(3)],
-        bucket_bytes=rng.uniform(1e3, 1e5, 3),
-        sync_seconds=float(rng.uniform(0.1, 0.2)),
-    )
-
-
-def drive(planner: Planner, steps: range, seed: int = 0) -> list[Decision]:
-    """Decisions of a run: each takes effect in the step after it."""
-    found: list[Decision] = []
-    factor = 1.0
-    for step in steps:
-        planner.observe(step_facts(planner, np.random.default_rng([seed, step]), step, factor))
-        if planner.due(step):
-            found.append(planner.plan(PlanningInput(step, table(step // 50), BUCKETS)))
-            factor = found[-1].factor
-    return found
-
-
-def plain(decisions: list[Decision]) -> list[Any]:
-    return [(each.levels.tolist(), each.factor, each.report, each.reasons) for each in decisions]
-
-
-# --- every recipe ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", SPECS.values())
-def test_every_recipe_decides_levels_that_exist_and_keeps_its_bounds(spec: str) -> None:
-    decisions = drive(parse(spec).planner(ranks=16), range(120))
-    assert decisions
-    for decision in decisions:
-        assert decision.levels.shape == (LAYERS,)
-        assert ((decision.levels >= DENSE) & (decision.levels < len(FACTORS))).all()
-        report = decision.report
-        assert all(isinstance(value, float | int) for value in report.values())
-        if math.isfinite(report["max_error"]):
-            assert report["error"] <= report["max_error"]
-        elif report["shortfall"] == 0:
-            assert report["bytes"] <= report["max_bytes"]
-
-
-@pytest.mark.parametrize("spec", SPECS.values())
-@pytest.mark.parametrize("cut", [1, 55])
-def test_a_planner_goes_on_from_its_state(spec: str, cut: int) -> None:
-    recipe = parse(spec + (",period=7" if ":" in spec else ":period=7"))
-    whole = drive(recipe.planner(ranks=16), range(90))
-    first = recipe.planner(ranks=16)
-    found = drive(first, range(cut))
-    again = recipe.planner(ranks=16)
-    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    # the factor of the last decision is the caller's to keep
-    resumed = drive_on(again, range(cut, 90), found[-1].factor if found else 1.0)
-    assert plain(found + resumed) == plain(whole)
-
-
-def drive_on(planner: Planner, steps: range, factor: float) -> list[Decision]:
-    found: list[Decision] = []
-    for step in steps:
-        planner.observe(step_facts(planner, np.random.default_rng([0, step]), step, factor))
-        if planner.due(step):
-            found.append(planner.plan(PlanningInput(step, table(step // 50), BUCKETS)))
-            factor = found[-1].factor
-    return found
-
-
-@pytest.mark.parametrize("spec", SPECS.values())
-def test_a_recipe_is_its_text(spec: str) -> None:
-    recipe = parse(spec)
-    assert parse(format_recipe(recipe)) == recipe
-    assert parse(recipe) is recipe
+# --- specifications -------------------------------------------------------------------------------
 
 
 def test_what_is_misspelt_lists_what_there_is() -> None:
@@ -162,7 +64,7 @@ def test_what_is_misspelt_lists_what_there_is() -> None:
 
 
 def test_needs_are_those_of_the_parts() -> None:
-    needs = {name: parse(spec).planner().needs for name, spec in SPECS.items()}
+    needs = {name: parse(spec).planner().needs for name, spec in RECIPES.items()}
     assert needs["lgreco"] == needs["cgx"] == {Measurement.ERRORS}
     assert needs["lgreco-time"] == {Measurement.ERRORS, Measurement.BUCKETS}
     assert needs["kimad"] == needs["kimad+"] == {Measurement.ERRORS, Measurement.TRANSFERS}
@@ -178,10 +80,10 @@ def test_needs_are_those_of_the_parts() -> None:
 
 
 def test_lgreco_sends_less_than_the_default_and_loses_no_more() -> None:
-    decision = parse("lgreco").planner().plan(PlanningInput(0, table()))
-    default = table().defaults
-    assert decision.report["bytes"] < 0.9 * table().bytes(default)
-    assert decision.report["error"] <= table().error(default)
+    decision = parse("lgreco").planner().plan(PlanningInput(0, model_table()))
+    default = model_table().defaults
+    assert decision.report["bytes"] < 0.9 * model_table().bytes(default)
+    assert decision.report["error"] <= model_table().error(default)
 
 
 def test_combinations_take_their_reference_from_the_budget() -> None:
@@ -207,9 +109,9 @@ def test_kimad_plus_loses_less_than_kimad_with_the_same_bytes() -> None:
     assert other.report["error"] < one.report["error"]
 
 
-def own_tables(ranks: int) -> tuple[Table, list[Table]]:
+def own_tables(ranks: int) -> tuple[CandidateTable, list[CandidateTable]]:
     """Ranks whose errors differ, and their mean."""
-    own = [replace(table(), errors=table(seed=rank).errors) for rank in range(ranks)]
+    own = [replace(model_table(), errors=model_table(seed=rank).errors) for rank in range(ranks)]
     mean = [np.mean([each.errors[layer] for each in own], axis=0) for layer in range(LAYERS)]
     return replace(own[0], errors=tuple(mean)), own
 
@@ -222,7 +124,7 @@ class Bytes(Budget):
     def __init__(self, nbytes: float) -> None:
         self.nbytes = nbytes
 
-    def allow(self, table: Table) -> Limits:
+    def allow(self, table: CandidateTable) -> Limits:
         return Limits(max_bytes=self.nbytes)
 
 
@@ -235,7 +137,7 @@ def test_levels_of_each_rank_lose_least_within_the_same_bytes(share: float) -> N
     decision = planner.plan(PlanningInput(0, mean, own=tuple(own)))
     assert len(decision.own) == 3
     for each, choice in zip(own, decision.own, strict=True):
-        everything = np.array(list(itertools.product(range(len(FACTORS)), repeat=LAYERS)))
+        everything = np.array(list(itertools.product(range(len(MODEL_FACTORS)), repeat=LAYERS)))
         columns = range(LAYERS)
         sizes = sum(each.sizes[layer][everything[:, layer]] for layer in columns)
         errors = sum(each.errors[layer][everything[:, layer]] for layer in columns)
@@ -256,7 +158,7 @@ def test_levels_of_each_rank_where_all_is_dense_or_a_rank_saw_nothing() -> None:
     dense = Planner(Bytes(math.inf), MinErrorKnapsack()).plan(PlanningInput(0, mean, own=tuple(own)))
     assert dense.own == ()
     assert (dense.levels == DENSE).all()
-    blind = replace(own[0], errors=tuple(np.zeros(len(FACTORS)) for _ in range(LAYERS)))
+    blind = replace(own[0], errors=tuple(np.zeros(len(MODEL_FACTORS)) for _ in range(LAYERS)))
     allowed = float(mean.dense.sum()) / 20
     decision = Planner(Bytes(allowed), MinErrorKnapsack()).plan(
         PlanningInput(0, mean, own=(blind, own[1]))
@@ -284,27 +186,27 @@ def test_gravac_plans_when_its_factor_changes_and_only_then() -> None:
     factors = [decision.factor for decision in decisions]
     assert all(one != other for one, other in itertools.pairwise(factors))
     for decision in decisions:
-        assert (decision.levels == table().at_factor(decision.factor)).all()
+        assert (decision.levels == model_table().at_factor(decision.factor)).all()
 
 
 def test_a_reference_that_nothing_can_keep_stays() -> None:
     class Fussy(FollowReference):
-        def allocate(self, table: Table, allowed: Limits) -> np.ndarray:
+        def allocate(self, table: CandidateTable, allowed: Limits) -> np.ndarray:
             raise Infeasible("error", allowed.max_error, math.inf)
 
-    decision = Planner(Static().budget(), Fussy()).plan(PlanningInput(0, table()))
-    assert (decision.levels == table().defaults).all()
+    decision = Planner(Static().budget(), Fussy()).plan(PlanningInput(0, model_table()))
+    assert (decision.levels == model_table().defaults).all()
     assert "the reference stays: the least total error is inf" in decision.reasons[0]
 
 
 def test_any_budget_goes_with_any_allocator() -> None:
-    planner = Planner(Bandwidth(seconds=0.143, warmup=2).budget(), GlobalThreshold(), period=3)
+    planner = Planner(Bandwidth(seconds=0.143, warmup=2).budget(), KMeans(), period=3)
     (decision, *_) = drive(planner, range(6))
     assert 0 < decision.report["bytes"] <= decision.report["max_bytes"]
     planner = Planner(Static().budget(), MinErrorKnapsack())
-    decision = planner.plan(PlanningInput(0, table()))
-    assert decision.report["bytes"] <= table().bytes(table().defaults)
-    assert decision.report["error"] < table().error(table().defaults)
+    decision = planner.plan(PlanningInput(0, model_table()))
+    assert decision.report["bytes"] <= model_table().bytes(model_table().defaults)
+    assert decision.report["error"] < model_table().error(model_table().defaults)
 
 
 # --- when -----------------------------------------------------------------------------------------
@@ -317,7 +219,7 @@ def test_plans_come_every_period_from_when_the_budget_is_ready() -> None:
         planner.observe(step_facts(planner, np.random.default_rng(step), step, 1.0))
         if planner.due(step):
             due.append(step)
-            planner.plan(PlanningInput(step, table()))
+            planner.plan(PlanningInput(step, model_table()))
     assert due == [4, 8, 12, 16]
 
 
@@ -328,7 +230,7 @@ def test_a_fall_of_the_learning_rate_does_not_wait_for_the_period() -> None:
         planner.observe(step_facts(planner, np.random.default_rng(step), step, 1.0))
         if planner.due(step):
             due.append(step)
-            planner.plan(PlanningInput(step, table()))
+            planner.plan(PlanningInput(step, model_table()))
     assert due == [0, 50, 60, 110]
 
 
@@ -336,7 +238,7 @@ def test_a_fall_of_the_learning_rate_does_not_wait_for_the_period() -> None:
 
 
 def bytes_by_bucket(decision: Decision) -> np.ndarray:
-    sizes = [row[index] for row, index in zip(table().sizes, decision.levels, strict=True)]
+    sizes = [row[index] for row, index in zip(model_table().sizes, decision.levels, strict=True)]
     return np.bincount(BUCKETS, sizes)
 
 
@@ -351,38 +253,42 @@ def taught(spec: str, true: list[float]) -> Planner:
 
 
 def test_time_is_saved_where_a_byte_takes_longest() -> None:
-    even = parse("lgreco").planner().plan(PlanningInput(0, table()))
-    decision = taught("lgreco-time", [1e-9, 1e-9, 1e-7]).plan(PlanningInput(100, table(), BUCKETS))
+    even = parse("lgreco").planner().plan(PlanningInput(0, model_table()))
+    decision = taught("lgreco-time", [1e-9, 1e-9, 1e-7]).plan(
+        PlanningInput(100, model_table(), BUCKETS)
+    )
     assert bytes_by_bucket(decision)[2] < bytes_by_bucket(even)[2]
     assert decision.report["error"] <= decision.report["max_error"]
     assert "explain 1.000" in decision.reasons[0]
 
 
 def test_equal_times_give_the_plan_of_bytes() -> None:
-    even = parse("lgreco").planner().plan(PlanningInput(0, table()))
-    decision = taught("lgreco-time", [1e-8] * 3).plan(PlanningInput(100, table(), BUCKETS))
+    even = parse("lgreco").planner().plan(PlanningInput(0, model_table()))
+    decision = taught("lgreco-time", [1e-8] * 3).plan(PlanningInput(100, model_table(), BUCKETS))
     assert decision.report["bytes"] == pytest.approx(even.report["bytes"], rel=0.01)
 
 
 def test_bytes_count_until_times_are_known() -> None:
     planner = parse("lgreco-time").planner()
-    decision = planner.plan(PlanningInput(0, table(), BUCKETS))
+    decision = planner.plan(PlanningInput(0, model_table(), BUCKETS))
     assert "no times of these buckets yet" in decision.reasons[0]
-    assert (decision.levels == parse("lgreco").planner().plan(PlanningInput(0, table())).levels).all()
-    decision = taught("lgreco-time", [0.0] * 3).plan(PlanningInput(100, table(), BUCKETS))
+    assert (
+        decision.levels == parse("lgreco").planner().plan(PlanningInput(0, model_table())).levels
+    ).all()
+    decision = taught("lgreco-time", [0.0] * 3).plan(PlanningInput(100, model_table(), BUCKETS))
     assert "do not depend" in decision.reasons[0]
 
 
 def test_linear_prices_spare_the_last_buckets() -> None:
-    even = parse("lgreco").planner().plan(PlanningInput(0, table()))
-    linear = parse("lgreco:prices=linear").planner().plan(PlanningInput(0, table(), BUCKETS))
+    even = parse("lgreco").planner().plan(PlanningInput(0, model_table()))
+    linear = parse("lgreco:prices=linear").planner().plan(PlanningInput(0, model_table(), BUCKETS))
     assert bytes_by_bucket(linear)[0] > bytes_by_bucket(even)[0]
     assert bytes_by_bucket(linear) @ [1, 2, 3] <= bytes_by_bucket(even) @ [1, 2, 3]
 
 
 def test_prices_by_bucket_need_the_buckets() -> None:
     with pytest.raises(ValueError, match="needs the bucket of every layer"):
-        parse("lgreco:prices=linear").planner().plan(PlanningInput(0, table()))
+        parse("lgreco:prices=linear").planner().plan(PlanningInput(0, model_table()))
 
 
 def test_random_plans_come_first_and_teach_the_times() -> None:
@@ -397,7 +303,7 @@ def test_random_plans_come_first_and_teach_the_times() -> None:
             StepMeasurements(step, bucket_bytes=sent, sync_seconds=(0.01 + float(sent @ true)) * slow)
         )
         if planner.due(step):
-            decision = planner.plan(PlanningInput(step, table(), BUCKETS))
+            decision = planner.plan(PlanningInput(step, model_table(), BUCKETS))
             sent, changed = bytes_by_bucket(decision), step
             due.append(step)
     assert due == [8 * trial for trial in range(21)]
@@ -408,7 +314,20 @@ def test_random_plans_come_first_and_teach_the_times() -> None:
 # --- around ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["allocators", "budgets", "costs", "knapsack", "recipes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allocators",
+        "budgets.bandwidth",
+        "budgets.critical_regimes",
+        "budgets.throughput",
+        "costs",
+        "knapsack",
+        "planner",
+        "recipes",
+        "table",
+    ],
+)
 def test_the_examples_in_docstrings_run(name: str) -> None:
     outcome = doctest.testmod(importlib.import_module(f"hvd_adaptive.planning.{name}"))
     assert (outcome.attempted > 0, outcome.failed) == (True, 0)

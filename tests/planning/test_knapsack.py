@@ -24,7 +24,7 @@ from hvd_adaptive.planning import knapsack
 from hvd_adaptive.planning.knapsack import Infeasible, equal_slopes, min_cost, min_error, total
 
 Rows = list[np.ndarray]
-Table = tuple[Rows, Rows]
+Problem = tuple[Rows, Rows]
 
 GAP = 0.005
 
@@ -66,7 +66,7 @@ def gap(values: Rows, weights: Rows, bound: float, choice: np.ndarray) -> float:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def sparse_like(rng: np.random.Generator, layers: int, count: int) -> Table:
+def sparse_like(rng: np.random.Generator, layers: int, count: int) -> Problem:
     """Convex, as top-k's: layers from 1e3 to 3e6 elements, energies over ten powers of ten."""
     errors, sizes = [], []
     for _ in range(layers):
@@ -80,7 +80,7 @@ def sparse_like(rng: np.random.Generator, layers: int, count: int) -> Table:
     return errors, sizes
 
 
-def quantizer_like(rng: np.random.Generator, layers: int, count: int) -> Table:
+def quantizer_like(rng: np.random.Generator, layers: int, count: int) -> Problem:
     """Few levels, errors that fall fourfold with every bit, with noise: not convex."""
     bits = np.arange(count + 1, 1, -1.0)
     numel = np.round(10 ** rng.uniform(3, 6.5, layers))
@@ -89,13 +89,13 @@ def quantizer_like(rng: np.random.Generator, layers: int, count: int) -> Table:
     return errors, [np.round(n * bits / 8) for n in numel]
 
 
-def random_like(rng: np.random.Generator, layers: int, count: int) -> Table:
+def random_like(rng: np.random.Generator, layers: int, count: int) -> Problem:
     """No structure: any number of candidates, most of them dominated."""
     counts = rng.integers(1, count + 1, layers)
     return [rng.random(c) for c in counts], [np.round(rng.random(c) * 1000) for c in counts]
 
 
-def real(seed: int) -> Table:
+def real(seed: int) -> Problem:
     """Candidates of three families on the gradients of a small network."""
     torch.manual_seed(seed)
     sizes = [24, 96, 160, 64, 128, 48, 10]
@@ -113,7 +113,7 @@ def real(seed: int) -> Table:
     return [errors for errors, _ in tables], [sizes.astype(np.float64) for _, sizes in tables]
 
 
-Maker = Callable[[np.random.Generator, int, int], Table]
+Maker = Callable[[np.random.Generator, int, int], Problem]
 MAKERS: list[Maker] = [sparse_like, quantizer_like, random_like]
 
 

@@ -1,0 +1,314 @@
+"""What is measured of the layers that a planner decides on, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.collectives import planned_link_bytes
+from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.layers import Layer, PayloadKind
+from hvd_adaptive.planning import DENSE, CandidateTable, Measurement, Recipe, StepMeasurements
+
+SAMPLES = 4
+"""Steps of a period on which errors are measured; the first is soon after the last plan."""
+LEAST_APART = 4
+"""Steps from one of them to the next at least: a short period would measure every step."""
+NEW_FACTORS, GAINS_EVERY = 10, 10
+"""Gains are measured on the first steps of new factors, and then on every tenth step: they take a pass
+over all gradients, and change slowly."""
+
+
+@dataclass(slots=True)
+class LayerSamples:
+    """A layer that a planner decides on, and what was measured of it since the last plan.
+
+    Args:
+        layer: the layer.
+        own: its own compressor.
+        candidates: levels of this compressor and of the alternatives.
+        default: index of the candidate that the user has chosen.
+        link_bytes: ``float64[C]``: bytes of each candidate on this rank's link.
+        dense_link_bytes: the same of the dense gradient.
+        varying: indices of the candidates whose bytes depend on the data.
+        sums: over the samples: squared errors of the candidates, energy, bytes of those that vary.
+        samples: how many gradients have been measured, or added up in ``total``.
+        total: sum of the gradients, where they are accumulated; then nothing is in ``sums``.
+        at_factors: compression factors, and the index of the candidate at each.
+    """
+
+    layer: Layer
+    own: Compressor
+    candidates: tuple[Candidate, ...]
+    default: int
+    link_bytes: Float64s
+    dense_link_bytes: float
+    varying: tuple[int, ...]
+    sums: Float64s
+    samples: int = 0
+    total: Tensor | None = None
+    at_factors: tuple[tuple[float, ...], list[int]] | None = None
+
+    @classmethod
+    def of(
+        cls, layer: Layer, own: Compressor, alternatives: Sequence[Compressor], ranks: int
+    ) -> LayerSamples:
+        """Nothing has been measured yet."""
+        candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])))
+        mine = [index for index, row in enumerate(candidates) if row.compressor == own]
+        default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
+        sizes = np.array([row.link_bytes(layer, ranks) for row in candidates])
+        dense = planned_link_bytes(layer.nbytes, PayloadKind.SUMMABLE, ranks)
+        varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
+        sums = np.zeros(len(candidates) + 1 + len(varying))
+        return cls(layer, own, candidates, default, sizes, dense, varying, sums)
+
+    def sample(
+        self, grad: Tensor, x: Tensor, energy: float, states: Mapping[Compressor, CodecState]
+    ) -> None:
+        """Measure the errors of one gradient, and the bytes of what is compressed."""
+        errors = errors_of(grad, self.layer, self.candidates, states)
+        varying = [self.candidates[index] for index in self.varying]
+        sizes = sizes_of(x, self.layer, varying, states)
+        self.sums += np.concatenate([errors, [energy], sizes])
+        self.samples += 1
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Add a gradient to those that are measured together."""
+        self.total = grad.clone() if self.total is None else self.total.add_(grad)
+        self.samples += 1
+
+    def take(self, states: Mapping[Compressor, CodecState]) -> Float64s:
+        """The means of what is in ``sums``; zeros where nothing finite was seen."""
+        if self.total is not None:
+            mean = self.total.div_(self.samples)
+            self.forget()
+            self.sample(mean, mean, float(mean @ mean), states)
+        measured = self.sums / max(1, self.samples)
+        self.forget()
+        return measured
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.sums, self.samples, self.total = np.zeros_like(self.sums), 0, None
+
+    def measured_link_bytes(self, payloads: Float64s, ranks: int) -> Float64s:
+        """``link_bytes``, with those that vary as they were measured, where they were."""
+        sizes = self.link_bytes.copy()
+        for index, payload in zip(self.varying, payloads, strict=True):
+            if payload > 0:
+                kind = self.candidates[index].compressor.payload_kind
+                sizes[index] = planned_link_bytes(payload, kind, ranks)
+        return sizes
+
+
+class Sampler:
+    """Measures the layers as far as the planner asks for it.
+
+    Args:
+        recipe: of the planner.
+        needs: what the planner asks for.
+        factors: compression factors whose gains it wants.
+        ranks: how many take part.
+        states: what compressors have learned, by their ``state_key``.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        needs: frozenset[Measurement],
+        factors: tuple[float, ...],
+        ranks: int,
+        states: Mapping[Compressor, CodecState],
+    ) -> None:
+        self._recipe = recipe
+        self._needs = needs
+        self._ranks = ranks
+        self._states = states
+        self.rows: dict[str, LayerSamples] = {}
+        """The layers, by name."""
+        self.factors = factors
+        """Compression factors whose gains are measured."""
+        self.factors_since = 0
+        """The first step of these factors."""
+        self.sampled = 0
+        """Steps whose gradients counted for the errors since the last plan."""
+        # this step's sums: energy of each layer, error at each factor, energy of what is compressed
+        self._energy: dict[str, float] = {}
+        self._lost: Float64s = np.zeros(len(factors))
+        self._whole = 0.0
+
+    # --- when -------------------------------------------------------------------------------------
+
+    @property
+    def exact(self) -> bool:
+        """Whether the planner decides on a step's gradients before they are sent."""
+        return Measurement.GAINS_BEFORE_SEND in self._needs
+
+    @property
+    def sees_feedback(self) -> bool:
+        """Whether it must see what feedback adds to the gradients."""
+        varies = any(row.varying for row in self.rows.values())
+        return varies or bool(self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND})
+
+    def samples(self, step: int) -> bool:
+        """Whether this step's gradients count for the errors."""
+        if Measurement.ERRORS not in self._needs or self._recipe.accumulate:
+            return Measurement.ERRORS in self._needs
+        period = self._recipe.period or 10 * SAMPLES
+        return step % max(LEAST_APART, period // SAMPLES) == 0
+
+    def measures_gains(self, step: int) -> bool:
+        """Whether gains are measured in this step; the same on all ranks."""
+        if self.exact:
+            return True
+        new = step < self.factors_since + NEW_FACTORS
+        return Measurement.GAINS in self._needs and (new or step % GAINS_EVERY == 0)
+
+    def averages(self, step: int) -> bool:
+        """Whether all ranks average :meth:`step_vector` at the end of this step."""
+        return not self.exact and (Measurement.ENERGY in self._needs or self.measures_gains(step))
+
+    def observes(self, step: int) -> bool:
+        """Whether :meth:`observe` wants to see the layers of this step."""
+        return Measurement.ENERGY in self._needs or self.measures_gains(step) or self.samples(step)
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
+        """Measure one layer.
+
+        Args:
+            layer: which.
+            grad: this rank's gradient, 1-D float32.
+            x: what is compressed: the gradient, with what feedback adds.
+            step: number of the step.
+        """
+        row = self.rows.get(layer.name)
+        if row is None:
+            return
+        energy = float(grad @ grad)
+        if not np.isfinite(energy):
+            return
+        if self.samples(step) and self._recipe.accumulate:
+            row.accumulate(grad)
+        elif self.samples(step):
+            row.sample(grad, x, energy, self._states)
+        self._energy[layer.name] = energy
+        if self.factors and self.measures_gains(step):
+            self._measure_gains(row, x)
+
+    def _measure_gains(self, row: LayerSamples, x: Tensor) -> None:
+        whole = float(x @ x)
+        if not np.isfinite(whole):
+            return
+        indices = self._at_factors(row)
+        chosen = [row.candidates[max(0, index)] for index in indices]
+        errors = errors_of(x, row.layer, chosen, self._states)
+        self._lost += np.where(np.array(indices) == DENSE, 0.0, errors)
+        self._whole += whole
+
+    def _at_factors(self, row: LayerSamples) -> list[int]:
+        """The candidate at each factor; looked up once for the same factors."""
+        if row.at_factors is None or row.at_factors[0] != self.factors:
+            static = table_of_layers([row], [np.zeros(len(row.candidates))], [row.link_bytes])
+            places = [int(static.at_factor(factor)[0]) for factor in self.factors]
+            row.at_factors = (self.factors, places)
+        return row.at_factors[1]
+
+    def set_factors(self, factors: tuple[float, ...], step: int) -> None:
+        """Measure gains at these factors from the step after this one on."""
+        if factors != self.factors:
+            self.factors_since = step + 1
+        self.factors = factors
+        self._lost = np.zeros(len(factors))
+
+    # --- what was measured ------------------------------------------------------------------------
+
+    def step_vector(self, step: int) -> Float64s:
+        """Gain at each factor and energy of each layer in this step, which is forgotten."""
+        gains = 1.0 - self._lost / self._whole if self._whole else np.ones(len(self.factors))
+        if not self.measures_gains(step):
+            gains = np.full(len(self.factors), np.nan)
+        energy = [self._energy.get(name, 0.0) for name in self.rows]
+        self._lost, self._whole, self._energy = np.zeros(len(self.factors)), 0.0, {}
+        return np.concatenate([gains, energy])
+
+    def take(self) -> Float64s:
+        """What :meth:`LayerSamples.take` returns for all layers, one after the other."""
+        return np.concatenate([np.zeros(0), *(row.take(self._states) for row in self.rows.values())])
+
+    def table(self, measured: Float64s) -> tuple[CandidateTable, Float64s]:
+        """The candidates' errors and bytes as a table, and the layers' energies.
+
+        Args:
+            measured: as of :meth:`take`, of this rank, of another one, or their mean.
+        """
+        rows = list(self.rows.values())
+        ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
+        parts = np.split(measured, ends[:-1])[: len(rows)]
+        errors, energies, sizes = [], np.zeros(len(rows)), []
+        for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
+            count = len(row.candidates)
+            errors.append(part[:count])
+            energies[index] = part[count]
+            sizes.append(row.measured_link_bytes(part[count + 1 :], self._ranks))
+        return table_of_layers(rows, errors, sizes), energies
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def measured(self) -> dict[str, list[Any]]:
+        """What was measured of each layer, and is in no plan yet."""
+        return {
+            name: [row.sums.tolist(), row.samples, _copy(row.total)] for name, row in self.rows.items()
+        }
+
+    def restore(self, measured: Mapping[str, Sequence[Any]]) -> None:
+        """Continue from :meth:`measured`."""
+        for name, row in self.rows.items():
+            sums, row.samples, total = measured[name]
+            row.sums, row.total = np.array(sums), _copy(total)
+
+    def restore_factors(self, factors: tuple[float, ...], since: int) -> None:
+        """Measure gains at these factors, as since that step."""
+        self.factors, self.factors_since = factors, since
+        self._lost = np.zeros(len(factors))
+
+
+def table_of_layers(
+    rows: Sequence[LayerSamples], errors: Sequence[Float64s], sizes: Sequence[Float64s]
+) -> CandidateTable:
+    """The candidates of some layers, with these errors and bytes, as a table."""
+    return CandidateTable.of(
+        [row.layer.name for row in rows],
+        errors,
+        sizes,
+        [[candidate.label for candidate in row.candidates] for row in rows],
+        [row.default for row in rows],
+        [row.dense_link_bytes for row in rows],
+        factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
+    )
+
+
+def with_averages(
+    facts: StepMeasurements, factors: Sequence[float], vector: Float64s
+) -> StepMeasurements:
+    """The step with the gains at these factors and the energies of all layers.
+
+    Args:
+        facts: the step.
+        factors: at which gains were measured.
+        vector: mean over the ranks of :meth:`Sampler.step_vector`.
+    """
+    gains = dict(zip(factors, vector[: len(factors)].tolist(), strict=True))
+    return replace(facts, gains=gains, energy=vector[len(factors) :])
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -1,0 +1,146 @@
+"""Accordion's budget: little compression in critical regimes, much outside of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
+from hvd_adaptive.planning.table import CandidateTable, Limits
+
+__all__ = ["CriticalRegimes", "RegimeBudget"]
+
+
+@dataclass(frozen=True)
+class CriticalRegimes(BudgetOptions):
+    """Little compression for layers in a critical regime, much for the others.
+
+    A layer is critical if its gradient's norm, root mean square over the period, changed by ``eta``
+    or more since the period before (the first period counts as changed), and all layers are if the
+    learning rate fell. Source: Agarwal, Wang, Lee, Venkataraman and Papailiopoulos, "Accordion" (2021),
+    algorithm 1.
+
+    Args:
+        eta: relative change.
+        low: bytes in a critical regime, in those of the default: little compression.
+        high: bytes otherwise: much compression.
+        drop: share by which the learning rate must fall within one step to count; schedules that
+            fall a little with every step would be critical for ever.
+
+    Raises:
+        ValueError: an option out of its range.
+
+    Example:
+        >>> budget = CriticalRegimes().budget()
+        >>> table = CandidateTable.of(["w"], [[1, 2, 4]], [[80, 40, 20]], [["8", "4", "2"]], [1], [320])
+        >>> for energy in (1.0, 1.1, 9.0):
+        ...     budget.observe(StepMeasurements(0, energy=np.array([energy])))
+        ...     print(budget.allow(table).reference)
+        [0]
+        [2]
+        [0]
+    """
+
+    eta: float = 0.5
+    low: float = 2.0
+    high: float = 0.5
+    drop: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (0 < self.eta < math.inf and 0 < self.high <= self.low < math.inf and 0 < self.drop < 1):
+            raise ValueError(
+                f"eta={self.eta:g} must be above 0, drop={self.drop:g} in (0, 1), and "
+                f"0 < high={self.high:g} <= low={self.low:g} (multiples of the default's bytes)"
+            )
+        super().__post_init__()
+
+    def budget(self, ranks: int = 1) -> Budget:
+        """Starts critical."""
+        del ranks
+        return RegimeBudget(self)
+
+
+class RegimeBudget(Budget):
+    """See :class:`CriticalRegimes`."""
+
+    needs = frozenset({Measurement.ENERGY, Measurement.LEARNING_RATE})
+
+    def __init__(self, options: CriticalRegimes) -> None:
+        self._options = options
+        self._energy: Float64s | None = None
+        self._steps = 0
+        self._norms: Float64s | None = None
+        self._rate: float | None = None
+        self._critical = 1.0
+        self._fell = False
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the learning rate has fallen since the last plan."""
+        return self._fell
+
+    def observe(self, facts: StepMeasurements) -> None:
+        """Add the energies of a step; those that are not finite are left out."""
+        if facts.energy is not None and np.isfinite(facts.energy).all():
+            energy = np.asarray(facts.energy, dtype=np.float64)
+            self._energy = energy if self._energy is None else self._energy + energy
+            self._steps += 1
+        if facts.learning_rate is not None:
+            if self._rate is not None and facts.learning_rate < (1 - self._options.drop) * self._rate:
+                self._fell = True
+            self._rate = float(facts.learning_rate)
+
+    def allow(self, table: CandidateTable) -> Limits:
+        """The error and bytes of the levels that the regimes call for; a new period starts.
+
+        Raises:
+            ValueError: energies of another number of layers.
+        """
+        critical = self._regimes(len(table.names))
+        self._critical = float(critical.mean()) if len(critical) else 0.0
+        multiples = np.where(critical, self._options.low, self._options.high)
+        return Limits.like(table, table.resized(table.defaults, multiples))
+
+    def _regimes(self, layers: int) -> npt.NDArray[np.bool_]:
+        fell, self._fell = self._fell, False
+        before = self._norms
+        if self._energy is None:  # nothing was seen: nothing is known
+            return np.ones(layers, dtype=np.bool_)
+        if len(self._energy) != layers:
+            raise ValueError(f"energies of {len(self._energy)} layers, but the table has {layers}")
+        self._norms = np.sqrt(self._energy / self._steps)
+        self._energy, self._steps = None, 0
+        if before is None or fell:
+            return np.ones(layers, dtype=np.bool_)
+        change = np.abs(before - self._norms)
+        return (change >= self._options.eta * before) & (change > 0)
+
+    def report(self) -> dict[str, float]:
+        """The share of the layers that were critical."""
+        return {"critical": self._critical}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Norms and sums."""
+        return {
+            "energy": None if self._energy is None else self._energy.tolist(),
+            "steps": self._steps,
+            "norms": None if self._norms is None else self._norms.tolist(),
+            "rate": self._rate,
+            "critical": self._critical,
+            "fell": self._fell,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._energy = None if state["energy"] is None else np.array(state["energy"], dtype=np.float64)
+        self._norms = None if state["norms"] is None else np.array(state["norms"], dtype=np.float64)
+        self._steps = int(state["steps"])
+        self._rate = None if state["rate"] is None else float(state["rate"])
+        self._critical, self._fell = float(state["critical"]), bool(state["fell"])

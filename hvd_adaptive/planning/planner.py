@@ -1,0 +1,315 @@
+"""A planner is a budget times an allocator.
+
+How a planner is driven, on the rank that plans, between steps::
+
+    planner = parse("lgreco:period=200").planner(ranks=16)
+    for step in ...:
+        planner.observe(StepMeasurements(step, ...))        # what planner.needs asks for
+        if planner.due(step):
+            decision = planner.plan(PlanningInput(step, table))
+            ...                                      # all ranks switch to decision.levels together
+
+* ``planner.needs`` says what must be measured (see :class:`Measurement`) and
+  ``planner.factors`` the compression factors whose gains are wanted now.
+* A :class:`~hvd_adaptive.planning.table.CandidateTable` holds the candidates of the layers that may be
+  compressed; ``Decision.levels`` has one index for each of them, or ``DENSE``.
+* Until the first decision all layers travel dense, or at their default: as the caller likes.
+* :meth:`Planner.plan` may run beside the training: it holds no lock but gives up the GIL in its long
+  loops. Only ``plan`` and ``observe`` must not run at the same time.
+* Nothing here depends on clocks or on chance: the same facts give the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import numpy as np
+
+from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.planning.allocators import Allocator
+from hvd_adaptive.planning.budgets import Budget
+from hvd_adaptive.planning.costs import OnlineCosts, random_plans
+from hvd_adaptive.planning.knapsack import Infeasible
+from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
+from hvd_adaptive.planning.table import DENSE, CandidateTable, Limits
+
+__all__ = ["Decision", "Planner", "PlanningInput", "Pricing"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanningInput:
+    """What is known when a plan is made.
+
+    Args:
+        step: after which it is made.
+        table: candidates of the layers; its errors only where ``Measurement.ERRORS`` is needed.
+        buckets: ``int64[L]``: bucket of each layer, in the order in which buckets travel.
+        other_bytes: that layers which are not in the table send, whatever is decided.
+        own: tables of all ranks, whose mean is ``table``; only for ``PER_RANK_ERRORS``.
+    """
+
+    step: int
+    table: CandidateTable
+    buckets: Int64s | None = None
+    other_bytes: float = 0.0
+    own: tuple[CandidateTable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What the layers do from now on.
+
+    Args:
+        levels: ``int64[L]``: the index of each layer's candidate, or ``DENSE``.
+        factor: nominal compression factor, where the budget goes by factors; else 1.
+        report: figures: bytes, error, their bounds, and the budget's own.
+        reasons: why, in words.
+        own: each rank's levels, where they are not the same on all.
+    """
+
+    levels: Int64s
+    factor: float = 1.0
+    report: dict[str, float] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    own: tuple[Int64s, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pricing(CheckedOptions):
+    """What a byte costs in each layer.
+
+    Args:
+        prices: ``bytes`` (all cost the same), ``time`` (seconds a byte of the layer's bucket), or
+            ``linear`` (the number of its bucket, from 1).
+        trials: random plans that are tried first, to learn the times.
+        trial_steps: steps of each; the first five are not counted.
+    """
+
+    prices: str = "bytes"
+    trials: int = 0
+    trial_steps: int = 55
+
+    def __post_init__(self) -> None:
+        if self.prices not in ("bytes", "time", "linear"):
+            raise ValueError(f"prices={self.prices!r} is not one of bytes, time, linear")
+        if self.trials < 0 or self.trial_steps <= _SETTLING:
+            raise ValueError(
+                f"trials={self.trials} must be at least 0 and trial_steps={self.trial_steps} above "
+                f"{_SETTLING}"
+            )
+        super().__post_init__()
+
+
+_SETTLING = 5
+"""Steps after a switch whose times are not used."""
+
+
+@final
+class Planner:
+    """Budget x allocator: one decision every ``period`` steps, and whenever the budget is urgent.
+
+    Args:
+        budget: how much.
+        allocator: shared out how.
+        period: steps between decisions; 0 decides only when the budget is urgent.
+        pricing: of bytes.
+
+    Raises:
+        ValueError: a negative period.
+
+    Example:
+        >>> errors, sizes, labels = [[0, 9], [0, 1]], [[8, 4]] * 2, [["8", "4"]] * 2
+        >>> table = CandidateTable.of("ab", errors, sizes, labels, [0, 1], [32] * 2)
+        >>> from hvd_adaptive.planning import parse
+        >>> planner = parse("lgreco:period=200").planner()
+        >>> planner.due(0), sorted(need.value for need in planner.needs)
+        (True, ['errors'])
+        >>> decision = planner.plan(PlanningInput(0, table))
+        >>> decision.levels.tolist(), decision.report["bytes"], planner.due(199), planner.due(200)
+        ([0, 1], 12.0, False, True)
+    """
+
+    def __init__(
+        self, budget: Budget, allocator: Allocator, *, period: int = 500, pricing: Pricing | None = None
+    ) -> None:
+        if period < 0:
+            raise ValueError(f"period={period}: write a number of steps, or 0")
+        self.budget = budget
+        self.allocator = allocator
+        self._period = period
+        self._pricing = pricing or Pricing()
+        self._costs = OnlineCosts()
+        self._last: int | None = None
+        self._next = 0
+        self._trial = 0
+
+    @property
+    def needs(self) -> frozenset[Measurement]:
+        """What must be measured."""
+        buckets = (
+            {Measurement.BUCKETS} if self._pricing.prices != "bytes" or self._pricing.trials else set()
+        )
+        return self.budget.needs | self.allocator.allocator_needs | buckets
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Compression factors whose gains are wanted now."""
+        return self.budget.factors
+
+    def observe(self, facts: StepMeasurements) -> None:
+        """Learn from a step. Cost: O(layers + buckets^2)."""
+        self.budget.observe(facts)
+        if facts.bucket_bytes is None or facts.sync_seconds is None:
+            return
+        if self._last is None or facts.step > self._last + _SETTLING:
+            self._costs.observe(facts.bucket_bytes, facts.sync_seconds)
+
+    def due(self, step: int) -> bool:
+        """Whether to plan after this step."""
+        if self._trial < self._pricing.trials:
+            return step >= self._next
+        regular = self._period > 0 and step >= self._next
+        return (regular or self.budget.urgent) and self.budget.ready
+
+    def plan(self, facts: PlanningInput) -> Decision:
+        """Decide. Cost: that of the allocator; some 30 ms for 161 layers of 100 candidates.
+
+        Raises:
+            ValueError: facts that are missing or do not fit the layers.
+        """
+        self._last = facts.step
+        if self._trial < self._pricing.trials:
+            return self._try(facts)
+        self._next = facts.step + self._period
+        table, reasons = self._priced(facts)
+        others = facts.other_bytes
+        allowed = self.budget.allow(table)
+        if allowed.reference is None:  # a bound on all that a step sends
+            allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))
+        levels, shortfall, why = self._allocate(table, allowed)
+        own = self._own(facts, levels, allowed)
+        report = {
+            "error": table.error(levels),
+            "dense_bytes": table.bytes(table.all_dense()) + others,
+            "max_error": allowed.max_error,
+            "max_bytes": allowed.max_bytes + others,
+            "shortfall": shortfall,
+            **self._predict(facts, levels, own),
+            **self.budget.report(),
+        }
+        if own:
+            report["error_of_one_plan"] = report["error"]
+            report["error"] = _mean(CandidateTable.error, facts.own, own)
+        return Decision(levels, self.budget.factor, report, (*reasons, *why), own)
+
+    def _own(self, facts: PlanningInput, levels: Int64s, allowed: Limits) -> tuple[Int64s, ...]:
+        """Each rank's levels, by its own errors; none where a layer travels dense, for that is summed.
+
+        A rank that has seen nothing does as the others do on average.
+        """
+        if (levels == DENSE).any():
+            return ()
+        return tuple(
+            self._allocate(each, allowed)[0] if any(row.any() for row in each.errors) else levels
+            for each in facts.own
+        )
+
+    def _predict(
+        self, facts: PlanningInput, levels: Int64s, own: tuple[Int64s, ...] = ()
+    ) -> dict[str, float]:
+        """What a step will cost."""
+        nbytes = _mean(CandidateTable.bytes, facts.own, own) if own else facts.table.bytes(levels)
+        found = {"bytes": nbytes + facts.other_bytes}
+        seconds = self.budget.seconds(found["bytes"])
+        if seconds is not None:
+            found["seconds"] = seconds
+        costs = self._costs.fit() if Measurement.BUCKETS in self.needs else None
+        if costs is None:
+            return found
+        found |= {"bucket_costs_r2": costs.r2, "bucket_costs_intercept": costs.intercept}
+        for bucket, coefficient in enumerate(costs.coefficients):
+            found[f"bucket_cost_{bucket}"] = float(coefficient)
+        buckets = _buckets_of(facts)
+        if len(costs.coefficients) > buckets.max(initial=0):
+            prices = costs.coefficients[buckets]
+            found["sync_seconds"] = costs.intercept + replace(facts.table, weights=prices).cost(levels)
+        return found
+
+    def _allocate(
+        self, table: CandidateTable, allowed: Limits
+    ) -> tuple[Int64s, float, tuple[str, ...]]:
+        """Levels, by how much the bound is missed, and why."""
+        dense = table.all_dense()
+        reference = allowed.reference
+        if reference is not None and (reference == DENSE).all():
+            return dense, 0.0, ("the budget asks for dense",)
+        if reference is None and table.bytes(dense) <= allowed.max_bytes:
+            return dense, 0.0, ("dense fits",)
+        try:
+            return self.allocator.allocate(table, allowed), 0.0, ()
+        except Infeasible as reason:
+            if reference is not None:
+                return reference, 0.0, (f"the reference stays: {reason}",)
+            cheapest = table.cheapest()
+            missing = table.bytes(cheapest) - allowed.max_bytes
+            return cheapest, max(0.0, missing), (f"as compressed as can be: {reason}",)
+
+    def _priced(self, facts: PlanningInput) -> tuple[CandidateTable, tuple[str, ...]]:
+        prices = self._pricing.prices
+        if prices == "bytes":
+            return facts.table, ()
+        buckets = _buckets_of(facts)
+        if prices == "linear":
+            return replace(facts.table, weights=(buckets + 1).astype(np.float64)), ()
+        costs = self._costs.fit()
+        if costs is None or len(costs.coefficients) <= buckets.max(initial=0):
+            return facts.table, ("bytes count: no times of these buckets yet",)
+        weights: Float64s = costs.coefficients[buckets]
+        if not weights.any():
+            return facts.table, ("bytes count: the times do not depend on them",)
+        return replace(facts.table, weights=weights), (f"times of buckets explain {costs.r2:.3f}",)
+
+    def _try(self, facts: PlanningInput) -> Decision:
+        """One plan of the experiment."""
+        counts = [len(row) for row in facts.table.sizes]
+        levels = next(random_plans(counts, _buckets_of(facts).tolist(), start=self._trial))
+        self._trial += 1
+        self._next = facts.step + self._pricing.trial_steps
+        reason = f"random plan {self._trial} of {self._pricing.trials}, to learn what buckets cost"
+        return Decision(levels, report=self._predict(facts, levels), reasons=(reason,))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the steps taught, as JSON."""
+        return {
+            "budget": self.budget.state_dict(),
+            "costs": self._costs.state_dict(),
+            "last": self._last,
+            "next": self._next,
+            "trial": self._trial,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of a planner with the same options."""
+        self.budget.load_state_dict(state["budget"])
+        self._costs.load_state_dict(state["costs"])
+        self._last = None if state["last"] is None else int(state["last"])
+        self._next, self._trial = int(state["next"]), int(state["trial"])
+
+
+def _mean(
+    what: Callable[[CandidateTable, Int64s], float],
+    tables: Sequence[CandidateTable],
+    choices: Sequence[Int64s],
+) -> float:
+    """Of every rank's choice in its own table."""
+    return float(np.mean([what(*each) for each in zip(tables, choices, strict=True)]))
+
+
+def _buckets_of(facts: PlanningInput) -> Int64s:
+    if facts.buckets is None or len(facts.buckets) != len(facts.table.names):
+        raise ValueError(
+            "this planner needs the bucket of every layer: PlanningInput(step, table, buckets)"
+        )
+    return np.asarray(facts.buckets, dtype=np.int64)

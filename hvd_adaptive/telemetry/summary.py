@@ -1,0 +1,58 @@
+"""The means over a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Summary"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means per step over the complete steps of a run; seconds, bytes.
+
+    The first call of `Meter.end_step` only starts the clock. Of the complete steps after it the
+    first five are left out as warm-up, provided that at least as many remain. NaN means "unknown":
+    no step is complete, `samples_per_step` was not given, or a ratio's denominator is zero.
+
+    `compute` is what remains of `total` without `compress`, `communicate` and `decompress`;
+    `communicate` is the exposed communication, so the four add up to `total`.
+    `gain` is the share of the gradients' energy that was sent.
+    """
+
+    steps: float
+    samples_per_sec: float
+    total: float
+    compute: float
+    compress: float
+    communicate: float
+    decompress: float
+    payload_bytes: float
+    traffic_bytes: float
+    dense_bytes: float
+    ratio_payload: float
+    ratio_traffic: float
+    gain: float
+
+    def table(self) -> str:
+        """The summary as aligned lines of text."""
+        lines = [("steps measured", f"{self.steps:.0f}")]
+        lines.append(("samples per second", _number(self.samples_per_sec, "{:,.1f}")))
+        for name in ("total", "compute", "compress", "communicate", "decompress"):
+            seconds = getattr(self, name)
+            label = "exposed communication" if name == "communicate" else name
+            share = _number(seconds / self.total * 100 if self.total else math.nan, "{:5.1f} %")
+            lines.append((f"{label} per step", f"{_number(seconds * 1e3, '{:10.3f} ms')}  {share}"))
+        for name in ("payload", "traffic", "dense"):
+            count = getattr(self, f"{name}_bytes")
+            lines.append((f"{name} per step", _number(count, "{:,.0f} bytes")))
+        lines.append(("compression ratio of the payload", _number(self.ratio_payload, "{:,.2f}")))
+        lines.append(("compression ratio of the traffic", _number(self.ratio_traffic, "{:,.2f}")))
+        lines.append(("gain", _number(self.gain, "{:.4f}")))
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else form.format(value)
