@@ -416,7 +416,7 @@ def _wrap(
     if isinstance(reducer, ElasticReducer):
         follow(cls)
     alive = weakref.ref(wrapped)
-    reducer.param_groups = lambda: _groups_of(alive())
+    reducer.set_param_groups(lambda: _groups_of(alive()))
     weakref.finalize(wrapped, reducer.close)
     result: torch.optim.Optimizer = wrapped
     return result

@@ -30,6 +30,7 @@ ROOMS = (
     ("arguments",),
     ("optimizer",),
     ("commands",),
+    ("warm",),
 )
 """Modules and packages from the lowest up: a room imports those of its own row and of rows before."""
 

@@ -77,3 +77,20 @@ def report_layers(layers: Sequence[Layer], **rest: Any) -> LayerReport:
     """This rank's report; ``rest`` holds the fields that layers do not tell."""
     unfit = unfit_dtypes({layer.name: layer.dtype for layer in layers})
     return LayerReport(layers=[layer.name for layer in layers], unfit=unfit, **rest)
+
+
+def refuse_dropped(control: Control, dropped: Sequence[str]) -> None:
+    """Raise RuntimeError on all ranks: some parameter would be updated on some of them only.
+
+    Args:
+        control: agreement between ranks; all of them call it.
+        dropped: layers whose gradients were dropped here.
+    """
+    everyone = control.allgather(list(dropped))
+    found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
+    raise RuntimeError(
+        "gradients that had been sent during backward() were None in step() or synchronize(): "
+        f"{'; '.join(found)} of the process set. The other ranks would step with them, and ranks "
+        "would differ from then on: to leave a parameter out, call optimizer.synchronize() first "
+        "and drop its gradient on all ranks, then step within optimizer.skip_synchronize()"
+    )

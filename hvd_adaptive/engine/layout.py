@@ -18,6 +18,7 @@ from hvd_adaptive.engine.feedback_states import FeedbackStates
 from hvd_adaptive.engine.hooks import GradientHooks
 from hvd_adaptive.engine.launch_order import LaunchOrder
 from hvd_adaptive.engine.layer_agreement import agree_on_layers, report_layers
+from hvd_adaptive.engine.learning_rates import LearningRates
 from hvd_adaptive.engine.routing import make_plan, routes_of
 from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.planning import Plan
@@ -28,12 +29,12 @@ class Progress:
     """How far a run is; the same on all ranks.
 
     Args:
+        rates: the learning rates, with those of the last step.
         rounds: how often gradients were synchronized.
-        rates: learning rates of the last step, by parameter group.
     """
 
+    rates: LearningRates
     rounds: int = 0
-    rates: tuple[float, ...] = ()
 
 
 class Layout:

@@ -19,10 +19,12 @@ from hvd_adaptive.engine.ballot import Ballot
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.feedback_states import FeedbackStates
 from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.engine.layer_agreement import refuse_dropped
 from hvd_adaptive.engine.layout import Layout, Progress
-from hvd_adaptive.engine.state import restore_layers, restore_progress, state_of
+from hvd_adaptive.engine.learning_rates import LearningRates
+from hvd_adaptive.engine.state import restore_layers, restore_progress, run_of, state_of
 from hvd_adaptive.engine.step_gradients import StepGradients
-from hvd_adaptive.feedback import RESIDUAL, FeedbackContext
+from hvd_adaptive.feedback import FeedbackContext
 from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.planning import Plan
 
@@ -63,12 +65,11 @@ class Reducer:
         self._ballot = Ballot(exchange.transport, f"{exchange.prefix}.vote")
         self._hooks = GradientHooks(options.passes, active, self._arrive)
         self._gradients = StepGradients(self._hooks)
-        context = FeedbackContext(self._rate, lambda: control.size, exchange.seed, exchange.rank)
+        self._rates = LearningRates(self._hooks)
+        context = FeedbackContext(self._rates.of, lambda: control.size, exchange.seed, exchange.rank)
         self._feedback = FeedbackStates(context)
-        self._progress = Progress()
+        self._progress = Progress(self._rates)
         self._arrivals: list[int] = []
-        self.param_groups: Callable[[], list[dict[str, Any]]] = list
-        """The optimizer's parameter groups, for their learning rates."""
         self._parameters_changed = False
         self.touched = False
         """Whether a gradient has arrived since the last :meth:`synchronize`."""
@@ -95,6 +96,10 @@ class Reducer:
     @property
     def _controller(self) -> Controller:
         return self._layout.controller
+
+    def set_param_groups(self, param_groups: Callable[[], list[dict[str, Any]]]) -> None:
+        """Follow the learning rates of the optimizer whose parameter groups these are."""
+        self._rates.param_groups = param_groups
 
     # --- parameters and arriving gradients --------------------------------------------------------
 
@@ -152,22 +157,6 @@ class Reducer:
     def _alone(self) -> bool:
         """Whether what is set between steps is agreed with nobody."""
         return not self._active
-
-    def _rate(self, index: int) -> float:
-        """The learning rate of a layer; 0 where the optimizer has none."""
-        parameter = self._hooks.params[index]
-        for group in self.param_groups():
-            if any(member is parameter for member in group["params"]):
-                return float(group.get("lr", 0.0))
-        return 0.0
-
-    def _rates_fell(self) -> bool:
-        """Whether a learning rate has fallen since the last step by what some learner calls a fall."""
-        before = self._progress.rates
-        rates = tuple(float(group.get("lr", 0.0)) for group in self.param_groups())
-        self._progress.rates = rates
-        kept = 1.0 - self._codecs.least_drop
-        return any(now < kept * then for now, then in zip(rates, before, strict=False))
 
     # --- launching --------------------------------------------------------------------------------
 
@@ -244,7 +233,7 @@ class Reducer:
         if step == 0 or (step > 0 and self._layout.config.changes_at(step)):
             self._layout.build()
         if anywhere:
-            self._refuse_dropped(dropped)
+            refuse_dropped(self._control, dropped)
 
     def _reduce_all(self) -> tuple[list[str], bool]:
         """Complete the step as it began, and follow what the ranks have voted for.
@@ -280,7 +269,7 @@ class Reducer:
         self._ballot.cast(
             self.rounds,
             adapt=self._parameters_changed,
-            relearn=self._rates_fell(),
+            relearn=self._rates.fell(self._codecs.least_drop),
             dropped=bool(dropped),
             collect=wanted.collect,
             ready=wanted.ready,
@@ -292,20 +281,9 @@ class Reducer:
         if self._ballot.rank_is_missing:
             raise JoinedRankError("planners, with levels that are learned, or when layers change")
 
-    def _refuse_dropped(self, dropped: Sequence[str]) -> None:
-        """RuntimeError on all ranks: some parameter would be updated on some of them only."""
-        everyone = self._control.allgather(list(dropped))
-        found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
-        raise RuntimeError(
-            "gradients that had been sent during backward() were None in step() or synchronize(): "
-            f"{'; '.join(found)} of the process set. The other ranks would step with them, and ranks "
-            "would differ from then on: to leave a parameter out, call optimizer.synchronize() first "
-            "and drop its gradient on all ranks, then step within optimizer.skip_synchronize()"
-        )
-
     def _follow(self, collect: bool, ready: bool) -> None:
         """Do what rank 0's planner asks for."""
-        rate = max(self._progress.rates, default=None)
+        rate = max(self._rates.last, default=None)
         self._controller.end_step(self.rounds, rate, self._exchange.timings)
         if collect:
             self._controller.start_collection(self.rounds)
@@ -326,22 +304,12 @@ class Reducer:
         """Some rank trains other parameters than before: agree, and reduce those that are new."""
         before = set(self._layout.order)
         self._agree()
-        self._take_back_frozen()
+        self._gradients.take_back_frozen(self._feedback.kept(), self._exchange.share)
         new = [name for name in self._layout.order if name not in before]
         if new:
             self._layout.build(new)
             self._complete()
         self._layout.build()
-
-    def _take_back_frozen(self) -> None:
-        """Layers frozen since the last step have sent what was kept of them: keep it again."""
-        kept = self._feedback.kept()
-        for index in self._gradients.frozen:
-            parameter = self._hooks.params[index]
-            residual = kept.get(self._hooks.names[index], {}).get(RESIDUAL)
-            if residual is not None and parameter.grad is not None:
-                residual.add_(self._exchange.share(parameter.grad.detach().float().reshape(-1)))
-            parameter.grad = None
 
     def reset(self) -> None:
         """Forget the running step; what was launched in it is completed first."""
@@ -399,9 +367,11 @@ class Reducer:
             RuntimeError: gradients have arrived that have not been synchronized.
         """
 
+        run = run_of(self._hooks, self._layout, self._options, self._control.size)
+
         def checked() -> Mapping[str, Any]:
             self._require_between_steps("compression state can only be loaded")
-            checkpoint.check_state(state, self._run())
+            checkpoint.check_state(state, run)
             return state
 
         self._control.agree(
@@ -413,18 +383,6 @@ class Reducer:
         )
         restore_progress(state, self._codecs, self._progress)
         restore_layers(state, self._hooks, self._layout, self._feedback)
-
-    def _run(self) -> checkpoint.Run:
-        """What a state is to fit."""
-        options = self._options
-        return checkpoint.Run(
-            [self._hooks.layer(index) for index in range(len(self._hooks.params))],
-            self._layout.config,
-            options.dense_steps,
-            options.planner,
-            options.candidates,
-            self._control.size,
-        )
 
     def _require_between_steps(self, what: str) -> None:
         if self.touched:

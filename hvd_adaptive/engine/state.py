@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hvd_adaptive import checkpoint
 from hvd_adaptive.compressors import format_spec
+from hvd_adaptive.config import ReducerOptions
 from hvd_adaptive.engine.codec_states import CodecStates
 from hvd_adaptive.engine.feedback_states import FeedbackStates
 from hvd_adaptive.engine.hooks import GradientHooks
@@ -46,7 +47,7 @@ def progress_of(codecs: CodecStates, progress: Progress) -> dict[str, Any]:
     """What all ranks hold alike, besides the plan."""
     return {
         "rounds": progress.rounds,
-        "last_rates": progress.rates,
+        "last_rates": progress.rates.last,
         "learn_next": codecs.learn_next,
         "codecs": codecs.state_dict(),
     }
@@ -55,7 +56,7 @@ def progress_of(codecs: CodecStates, progress: Progress) -> dict[str, Any]:
 def restore_progress(state: Mapping[str, Any], codecs: CodecStates, progress: Progress) -> None:
     """Take what :func:`progress_of` returned."""
     progress.rounds = int(state["rounds"])
-    progress.rates = tuple(state["last_rates"])
+    progress.rates.last = tuple(state["last_rates"])
     codecs.learn_next = bool(state["learn_next"])
     codecs.load_state_dict(state["codecs"])
 
@@ -83,3 +84,15 @@ def _on_devices(kept: Mapping[str, Mapping[str, Tensor]], hooks: GradientHooks) 
         name: {slot: held.detach().to(devices[name], copy=True) for slot, held in slots.items()}
         for name, slots in kept.items()
     }
+
+
+def run_of(hooks: GradientHooks, layout: Layout, options: ReducerOptions, ranks: int) -> checkpoint.Run:
+    """What a state is to fit."""
+    return checkpoint.Run(
+        [hooks.layer(index) for index in range(len(hooks.params))],
+        layout.config,
+        options.dense_steps,
+        options.planner,
+        options.candidates,
+        ranks,
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.feedback import RESIDUAL, LayerStates
 from hvd_adaptive.layers import Layer
 
 
@@ -110,6 +111,20 @@ class StepGradients:
             parameter = self._hooks.params[self._hooks.names.index(name)]
             if parameter.grad is not None and parameter.grad.layout == torch.strided:
                 parameter.grad = parameter.grad.to_sparse(1)
+
+    def take_back_frozen(self, kept: LayerStates, share: Callable[[Tensor], Tensor]) -> None:
+        """Layers frozen since the last step have sent what was kept of them: keep it again.
+
+        Args:
+            kept: what is kept of each layer, as views.
+            share: what each rank must have sent for a reduced gradient.
+        """
+        for index in self.frozen:
+            parameter = self._hooks.params[index]
+            residual = kept.get(self._hooks.names[index], {}).get(RESIDUAL)
+            if residual is not None and parameter.grad is not None:
+                residual.add_(share(parameter.grad.detach().float().reshape(-1)))
+            parameter.grad = None
 
     def clear(self) -> None:
         """Forget the step."""

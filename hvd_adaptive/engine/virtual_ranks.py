@@ -99,7 +99,7 @@ class VirtualRanks:
                 )
             control = rank.control("local.control")
             reducer = Reducer(own, choice, options, control, exchange, controller=controller)
-            reducer.param_groups = lambda: _as_groups_of(own, self._named, param_groups())
+            reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
             return _Member(own, reducer)
 
         self._members = self.group.run(build)
