@@ -96,19 +96,25 @@ class Launch:
         pytest.fail(f"never reached: {what}; the ranks are at {self.ranks()}\n{self.output}")
 
     def train(self, size: int) -> Ranks:
-        """Until so many ranks have trained together for a while."""
-        begin = max([row["step"] for row in self.ranks().values()], default=0)
-        return self.until(
-            f"{size} ranks train from step {begin} on",
-            lambda ranks: (
-                sorted(
-                    row["rank"]
-                    for row in ranks.values()
-                    if row["size"] == size and row["step"] >= begin + STEPS
-                )
-                == list(range(size))
-            ),
-        )
+        """Until so many ranks have trained together for a while, all optimizers included.
+
+        Counted from where they began together, too: that is one optimizer after the other, in their
+        first step, and what comes sooner would find some optimizers with the new ranks, and some not.
+        """
+        start = max([row["step"] for row in self.ranks().values()], default=0)
+
+        def trained(rows: list[dict[str, Any]]) -> bool:
+            begun = next((row for row in reversed(rows) if row["what"] == "begin"), None)
+            if begun is None or {begun["size"], rows[-1]["size"]} != {size}:
+                return False
+            return bool(rows[-1]["step"] >= max(start, begun["step"]) + STEPS)
+
+        def done(ranks: Ranks) -> bool:
+            lines = self.lines()
+            there = [row["rank"] for process, row in ranks.items() if trained(lines[process])]
+            return sorted(there) == list(range(size))
+
+        return self.until(f"{size} ranks train from step {start} on", done)
 
     def close(self) -> None:
         """End what is left of it."""

@@ -283,7 +283,7 @@ class AdaptationController:
         )
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do some work on rank 0; where it fails, all ranks are told so."""
+        """Do some work on rank 0; its failure is reported to all ranks."""
         if not self._worker.guard(work):
             self._trigger = self._trigger or 0
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other about plans.
+"""What ranks report to each other about plans.
 
-Two things travel from rank 0 of the process set to the others: votes, with the gradients of every step,
-and, when a plan is ready or the planner has failed, one message as JSON.
+Rank 0 of the process set sends two things to the others: votes, with the gradients of every step, and
+one message as JSON when a plan is ready or the planner has failed.
 """
 
 from __future__ import annotations

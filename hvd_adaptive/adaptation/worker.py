@@ -22,9 +22,9 @@ class PlannerWorker:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.message: Message | None = None
-        """What all ranks are to be told, until somebody takes it."""
+        """What all ranks are to get, until somebody takes it."""
         self.failure: Exception | None = None
-        """What a :class:`FailureMessage` tells of, on this rank."""
+        """What a :class:`FailureMessage` reports, on this rank."""
         self._backlog: list[StepMeasurements] = []
         self._pool: ThreadPoolExecutor | None = None
         self._future: Future[DecisionMessage] | None = None

@@ -38,20 +38,20 @@ __all__ = [
 
 
 class Allocator(CheckedOptions, ABC):
-    """Picks one candidate a layer. Members are frozen dataclasses: their fields are their options."""
+    """Picks one candidate per layer. Members are frozen dataclasses: their fields are their options."""
 
     allocator_needs: ClassVar[frozenset[Measurement]] = frozenset({Measurement.ERRORS})
 
     @abstractmethod
     def allocate(self, table: CandidateTable, allowed: Limits) -> Int64s:
-        """A choice that keeps the allowance.
+        """A choice within the limits.
 
         Returns:
             ``int64[L]``.
 
         Raises:
             Infeasible: there is none.
-            ValueError: the allowance lacks what this allocator goes by.
+            ValueError: the limits lack what this allocator needs.
         """
 
 
@@ -160,9 +160,9 @@ class KMeans(Allocator):
     """Layers in clusters by size and error; each cluster has its level, by the clusters' order.
 
     A layer is a point: the logarithms of its dense bytes and of its default's error, each in units of
-    its spread. Clusters are ordered by error a byte; the one with most gets the most faithful
+    its spread. Clusters are ordered by error per byte; the one with most gets the most faithful
     candidate, the one with least the most compressed, and the others those between. Where that breaks
-    the allowance, all levels are drawn towards the reference (the cheapest, where there is none), a
+    the limits, all levels are drawn towards the reference (the cheapest, where there is none), a
     tenth of the way at a time. Starts from quantiles, so it is deterministic. Source: Markov et al.,
     "CGX" (2022), as L-GreCo's section 5.3 describes it.
 
@@ -184,7 +184,7 @@ class KMeans(Allocator):
         super().__post_init__()
 
     def allocate(self, table: CandidateTable, allowed: Limits) -> Int64s:
-        """Cost: O(clusters * layers) a round of k-means."""
+        """Cost: O(clusters * layers) per round of k-means."""
         goal = allowed.reference if allowed.reference is not None else table.cheapest()
         # places count from the most bytes to the fewest
         orders = [np.lexsort((e, -s)) for e, s in zip(table.errors, table.sizes, strict=True)]
@@ -232,7 +232,7 @@ def _cluster(points: Float64s, order: Float64s, count: int) -> Int64s:
 
 
 def _check_bins(bins: int) -> None:
-    """Each takes 2 bytes a layer."""
+    """ValueError unless there are as many as memory can hold: each takes 2 bytes per layer."""
     if not 1 <= bins <= 1_000_000:
         raise ValueError(f"bins={bins}: write a number from 1 to 1,000,000, such as bins=10000")
 

@@ -1,7 +1,7 @@
-"""What a byte costs: seconds a byte of each bucket, and of a single collective.
+"""What a byte costs: seconds per byte of each bucket, and of a single collective.
 
 * :func:`fit_bucket_costs`: from an experiment with random plans (:func:`random_plans`).
-* :class:`OnlineCosts`: the same while training goes on, with forgetting.
+* :class:`OnlineCosts`: the same during training, with forgetting.
 * :class:`BandwidthMonitor`: latency and bandwidth of single collectives, now.
 
 All are free of scales: bytes and seconds may have any unit.
@@ -40,7 +40,7 @@ class BucketCosts:
 
     Args:
         intercept: seconds.
-        coefficients: ``float64[B]``: seconds a byte of each bucket.
+        coefficients: ``float64[B]``: seconds per byte of each bucket.
         r2: share of the variance of the seconds that this explains.
     """
 
@@ -153,10 +153,10 @@ def random_plans(
 
 
 class OnlineCosts:
-    """Bucket costs while training goes on: a step counts half after ``half_life`` further ones.
+    """Bucket costs during training: the weight of a step halves after ``half_life`` further ones.
 
-    Plans vary the buckets less than an experiment does. What their variation does not tell apart is
-    shared out evenly: a weak pull towards one coefficient for all buckets.
+    Plans vary the buckets less than an experiment does. Where their variation does not separate two
+    buckets, the cost is shared evenly: a weak pull towards one coefficient for all buckets.
 
     Args:
         half_life: in steps.
@@ -205,7 +205,7 @@ class OnlineCosts:
         return {"moments": self._moments.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         moments = np.array(state["moments"], dtype=np.float64)
         self._moments = moments.reshape(len(moments), len(moments))
 
@@ -220,7 +220,7 @@ class Rate:
     Args:
         latency: seconds.
         seconds_per_byte: of this rank's payload.
-        error: standard error of ``seconds_per_byte``; infinite where the samples do not tell.
+        error: standard error of ``seconds_per_byte``; infinite where the samples do not determine it.
         samples: on which this rests.
     """
 
@@ -231,7 +231,7 @@ class Rate:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return 1 / self.seconds_per_byte
 
     @property
@@ -250,7 +250,7 @@ class BandwidthMonitor:
     Neither is moved by samples that were delayed by something else: the bandwidth is a weighted median,
     refined by one weighted least squares fit around it (Tukey's biweight).
 
-    Cost: O(1) a sample; O(window**2) numpy operations an estimate (some milliseconds).
+    Cost: O(1) per sample; O(window**2) numpy operations per estimate (some milliseconds).
 
     Args:
         half_life: in samples.
@@ -305,7 +305,7 @@ class BandwidthMonitor:
         return {"latency": self._latency, "samples": [list(sample) for sample in self._samples]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._latency = float(state["latency"])
         self._samples.clear()
         self._samples.extend((float(nbytes), float(seconds)) for nbytes, seconds in state["samples"])
@@ -316,7 +316,7 @@ _LEAST = 0.1
 _REACH = 4
 """Samples up to so far apart are compared: the bandwidth is then much the same."""
 _APART = 1.25
-"""Sizes are different if one is so many times the other."""
+"""Sizes count as different if their ratio is at least this."""
 
 
 def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
@@ -357,7 +357,7 @@ def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
 
 
 def _slope(x: Float64s, y: Float64s, weights: Float64s) -> tuple[float, float]:
-    """Of a line through the origin, and its standard error: infinite where it cannot be told."""
+    """Slope of a line through the origin, and its standard error: infinite where it is not known."""
     slope = _weighted_median(y / x, weights)
     residuals = y / (slope * x) - 1
     scale = max(1.4826 * _weighted_median(np.abs(residuals), weights), 1e-9)

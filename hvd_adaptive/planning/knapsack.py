@@ -379,7 +379,7 @@ def _hull(weights: Float64s, values: Float64s, starts: Int64s) -> npt.NDArray[np
 
 @dataclass(frozen=True)
 class _Table:
-    """The least price for every number of bins, and the way there.
+    """The least price for every number of bins, and the path to it.
 
     Args:
         steps: bins of every candidate.

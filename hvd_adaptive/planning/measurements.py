@@ -1,4 +1,4 @@
-"""What planners are told: of every step, and of the moment at which a plan is made."""
+"""What planners observe of every step, and what must be measured for that."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every layer does from one step on; the same on all ranks, levels of their own apart.
+    """What every layer does from one step on; the same on all ranks, except for per-rank levels.
 
     Args:
-        layers: one row a layer.
+        layers: one row per layer.
         version: counts the plans of a run.
         step: the step at which it takes effect.
         per_rank_levels: whether the levels and bytes are of this rank only; other ranks have others.
@@ -65,7 +65,7 @@ class Plan:
     def digest(self) -> str:
         """Equal on all ranks, and for plans that do the same; what they expect does not count.
 
-        Nor do levels that each rank has of its own.
+        Nor do per-rank levels.
         """
         same: dict[str, float | None] = {"error": None, "energy": None}
         if self.per_rank_levels:
@@ -90,7 +90,7 @@ class Plan:
 
     @functools.cached_property
     def _error(self) -> float:
-        """Of all layers of which it is known."""
+        """Error of all layers of which it is known."""
         return sum(each.error or 0.0 for each in self.layers)
 
     def record(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ How a planner is driven, on the rank that plans, between steps::
   ``planner.factors`` the compression factors whose gains are wanted now.
 * A :class:`~hvd_adaptive.planning.table.CandidateTable` holds the candidates of the layers that may be
   compressed; ``Decision.levels`` has one index for each of them, or ``DENSE``.
-* Until the first decision all layers travel dense, or at their default: as the caller likes.
-* :meth:`Planner.plan` may run beside the training: it holds no lock but gives up the GIL in its long
+* Until the first decision all layers are sent dense, or at their default: as the caller likes.
+* :meth:`Planner.plan` may run during training: it holds no lock and gives up the GIL in its long
   loops. Only ``plan`` and ``observe`` must not run at the same time.
 * Nothing here depends on clocks or on chance: the same facts give the same decisions.
 """
@@ -45,7 +45,7 @@ class PlanningInput:
     Args:
         step: after which it is made.
         table: candidates of the layers; its errors only where ``Measurement.ERRORS`` is needed.
-        buckets: ``int64[L]``: bucket of each layer, in the order in which buckets travel.
+        buckets: ``int64[L]``: bucket of each layer, in the order in which buckets are sent.
         other_bytes: that layers which are not in the table send, whatever is decided.
         own: tables of all ranks, whose mean is ``table``; only for ``PER_RANK_ERRORS``.
     """
@@ -81,7 +81,7 @@ class Pricing(CheckedOptions):
     """What a byte costs in each layer.
 
     Args:
-        prices: ``bytes`` (all cost the same), ``time`` (seconds a byte of the layer's bucket), or
+        prices: ``bytes`` (all cost the same), ``time`` (seconds per byte of the layer's bucket), or
             ``linear`` (the number of its bucket, from 1).
         trials: random plans that are tried first, to learn the times.
         trial_steps: steps of each; the first five are not counted.
@@ -205,7 +205,7 @@ class Planner:
         return Decision(levels, self.budget.factor, report, (*reasons, *why), own)
 
     def _own(self, facts: PlanningInput, levels: Int64s, allowed: Limits) -> tuple[Int64s, ...]:
-        """Each rank's levels, by its own errors; none where a layer travels dense, for that is summed.
+        """Each rank's levels, by its own errors; none where a layer is sent dense, and so summed.
 
         A rank that has seen nothing does as the others do on average.
         """
@@ -291,7 +291,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of a planner with the same options."""
+        """Continue from :meth:`state_dict` of a planner with the same options."""
         self.budget.load_state_dict(state["budget"])
         self._costs.load_state_dict(state["costs"])
         self._last = None if state["last"] is None else int(state["last"])

@@ -35,7 +35,7 @@ class Recipe(BudgetOptions, Allocator, ABC):
     Args:
         period: steps between plans; 0 plans only when the budget asks for it.
         accumulate: measure errors of the sum of all gradients since the last plan, as L-GreCo's paper
-            does, which keeps one float32 an element; else they are the mean errors of some of them.
+            does, which keeps one float32 per element; else they are the mean errors of some of them.
     """
 
     period: int = 500
@@ -50,7 +50,7 @@ class Recipe(BudgetOptions, Allocator, ABC):
 
     @final
     def planner(self, ranks: int = 1) -> Planner:
-        """A planner at its start, for a training on so many ranks."""
+        """A planner at its start, for a training run on this many ranks."""
         pricing = self if isinstance(self, Pricing) else None
         return Planner(self.budget(ranks), self, period=self.period, pricing=pricing)
 
@@ -93,7 +93,7 @@ class KimadPlus(Bandwidth, MinErrorKnapsack, Recipe):
 
 @dataclass(frozen=True)
 class GraVAC(Throughput, FollowReference, Recipe):
-    """``gravac``: the compression factor that gains most a second, for all layers.
+    """``gravac``: the compression factor with the highest throughput x gain, for all layers.
 
     Options: those of :class:`Throughput` and :class:`Recipe`.
     """

@@ -32,10 +32,10 @@ class CandidateTable:
 
     Args:
         names: of the layers.
-        errors: ``float64[C_l]`` a layer: squared L2 error; all 0 where nobody needs them.
-        sizes: ``float64[C_l]`` a layer: bytes that one rank sends.
+        errors: ``float64[C_l]`` per layer: squared L2 error; all 0 where nobody needs them.
+        sizes: ``float64[C_l]`` per layer: bytes that one rank sends.
         labels: the same text for the same setting in different layers.
-        factors: ``float64[C_l]`` a layer: nominal compression factors (100 for top-k of 1 %).
+        factors: ``float64[C_l]`` per layer: nominal compression factors (100 for top-k of 1 %).
         defaults: ``int64[L]``: the candidate of each layer that is known to keep accuracy.
         dense: ``float64[L]``: bytes of the gradient.
         weights: ``float64[L]``: price of a byte in each layer (``T_l``).

@@ -1,4 +1,4 @@
-"""How much compression now: small state machines that watch the steps and grant an allowance.
+"""How much compression now: small state machines that watch the steps and grant limits.
 
 =======================  =================================================================
 :class:`Static`          as much error as the defaults make (L-GreCo)
@@ -7,8 +7,8 @@
 :class:`CriticalRegimes`  little compression in critical regimes, else much (Accordion)
 =======================  =================================================================
 
-These four hold options; ``budget(ranks)`` of each starts its state machine. A budget is told of every
-step by :meth:`Budget.observe` and asked for an :class:`~hvd_adaptive.planning.table.Limits`
+These four hold options; ``budget(ranks)`` of each starts its state machine. A budget observes
+every step (:meth:`Budget.observe`) and is asked for :class:`~hvd_adaptive.planning.table.Limits`
 when a plan is due; it may ask for a plan itself (:attr:`Budget.urgent`).
 """
 

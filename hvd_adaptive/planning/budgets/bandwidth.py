@@ -27,7 +27,7 @@ class Bandwidth(BudgetOptions):
     paper, ``T_comp`` is a line of the bytes, because compressing and decompressing more takes longer.
 
     Bytes that follow the bandwidth make all transfers take as long, from which latency and bandwidth
-    cannot be told apart. So the second plan and one every now and then are given half as much.
+    cannot be separated. So the second plan, and then every ``probe``-th one, gets half as much.
 
     The paper's workers choose each for itself, because each has a link of its own to a server, and
     gradients of its own. Here every link carries the payloads of all ranks, so a collective takes as
@@ -36,7 +36,7 @@ class Bandwidth(BudgetOptions):
     at a quarter of the others' rate, the same sum takes 1.3 times as long where that one sends only a
     quarter of its share, because it must receive what the others send instead. What is left of the
     paper's choice is how a rank shares out its bytes: ``per_worker`` lets each do so by its own errors.
-    Of four ranks that draw from the same data, their mean error then was 0 to 4 % lower (LSTM), or less
+    On four ranks that draw from the same data, the mean error was then 0 to 4 % lower (LSTM), or less
     than 0.2 % (MLP, transformer); it is for ranks whose data differ.
 
     An estimate is as often too high as too low, and a rate falls on between a plan and its steps, so
@@ -47,13 +47,13 @@ class Bandwidth(BudgetOptions):
 
     Args:
         seconds: wanted for a step (``t``), above 0; must be given.
-        warmup: the last so many steps' median computing time is taken as ``T_comp``, at least 1; the
-            first plan waits for so many.
+        warmup: ``T_comp`` is the median computing time of this many last steps, at least 1; the first
+            plan waits for them.
         caution: standard errors by which the time of a byte is taken longer than estimated.
         share: of the steps that are to keep the time, in [0, 1); 0 keeps nothing free, as the paper.
-        probe: every so manieth plan is given half of the bytes, at least 2; 0 for none, as the paper.
-        per_worker: give each rank levels of its own, by its own errors, within the same bytes. For
-            compressors whose payloads are gathered; the first rank then gathers and plans for each.
+        probe: every ``probe``-th plan gets half of the bytes; at least 2, or 0 for none, as the paper.
+        per_worker: per-rank levels: each rank's by its own errors, within the same bytes. For
+            compressors whose payloads are gathered; rank 0 then gathers and plans for each.
             One label for all layers (``kimad``) differs only where bytes depend on the data.
 
     Raises:
@@ -97,13 +97,13 @@ class Bandwidth(BudgetOptions):
 
 
 _REMEMBERED = 300
-"""Steps from which it is told how long a byte takes to be compressed and decompressed."""
+"""Steps from which the time to compress and decompress a byte is estimated."""
 _HALF_LIFE = 3.0
-"""Of a monitor, in steps: a step is one transfer, of all of its collectives."""
+"""Half-life of a monitor, in steps: a step is one transfer, of all of its collectives."""
 _MARGIN_STEP = 0.1
 """By how much a step that takes too long widens the margin."""
 _MOST_MARGIN = 0.9
-"""With more, bytes would be too few to tell the bandwidth by."""
+"""With more, there would be too few bytes to estimate the bandwidth."""
 
 
 class BandwidthBudget(Budget):
@@ -130,7 +130,7 @@ class BandwidthBudget(Budget):
         """Every transfer goes to its direction's monitor."""
         if facts.compute_seconds is not None:
             self._computing.append((facts.nbytes or 0.0, float(facts.compute_seconds)))
-        # a second allowance is asked for when the first one's plan is in force
+        # second limits are asked for when the first one's plan is in force
         if facts.seconds is not None and self._granted > 1:
             late = facts.seconds > self._options.seconds
             wider = self._margin + _MARGIN_STEP * (late - (1 - self._options.share))
@@ -173,7 +173,7 @@ class BandwidthBudget(Budget):
     def _work(self) -> tuple[float, float]:
         """Seconds of computing: those that bytes do not change, and those of a byte.
 
-        As latency, the second hardly changes and is told by steps of different sizes.
+        As latency, the second hardly changes and is estimated from steps of different sizes.
         """
         nbytes, seconds = np.array(self._computing).T
         _, slope = robust_line(nbytes, seconds)
@@ -184,11 +184,11 @@ class BandwidthBudget(Budget):
         return max(0.0, float(fixed)), self._byte_work
 
     def seconds(self, nbytes: float) -> float | None:
-        """By the bandwidths of the last allowance."""
+        """By the bandwidths of the last limits."""
         return None if self._line is None else self._line[0] + self._line[1] * nbytes
 
     def report(self) -> dict[str, float]:
-        """Seconds, and bytes a second of each direction."""
+        """Seconds, and bytes per second of each direction."""
         return dict(self._report)
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class BandwidthBudget(Budget):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._computing.clear()
         self._computing.extend(
             (float(nbytes), float(seconds)) for nbytes, seconds in state["computing"]

@@ -30,7 +30,7 @@ class Budget(ABC):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Compression factors whose gains it wants to be told of, step by step."""
+        """Compression factors whose gains it wants to observe, step by step."""
         return ()
 
     @property
@@ -47,12 +47,12 @@ class Budget(ABC):
         """What may be lost or sent from now on."""
 
     def seconds(self, nbytes: float) -> float | None:
-        """How long a step that sends so many bytes is expected to take; None where it cannot tell."""
+        """Expected seconds of a step that sends this many bytes; None where that is not known."""
         del nbytes
         return None
 
     def report(self) -> dict[str, float]:
-        """Figures that explain the last allowance."""
+        """Figures that explain the last limits."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Budget(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         del state
 
 
@@ -69,4 +69,4 @@ class BudgetOptions(CheckedOptions, ABC):
 
     @abstractmethod
     def budget(self, ranks: int = 1) -> Budget:
-        """A state machine at its start, for a training on so many ranks."""
+        """A state machine at its start, for a training run on this many ranks."""

@@ -32,7 +32,7 @@ class CriticalRegimes(BudgetOptions):
         low: bytes in a critical regime, in those of the default: little compression.
         high: bytes otherwise: much compression.
         drop: share by which the learning rate must fall within one step to count; schedules that
-            fall a little with every step would be critical for ever.
+            fall a little with every step would be critical forever.
 
     Raises:
         ValueError: an option out of its range.
@@ -138,7 +138,7 @@ class RegimeBudget(Budget):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._energy = None if state["energy"] is None else np.array(state["energy"], dtype=np.float64)
         self._norms = None if state["norms"] is None else np.array(state["norms"], dtype=np.float64)
         self._steps = int(state["steps"])

@@ -16,11 +16,13 @@ __all__ = ["Throughput", "ThroughputBudget"]
 
 @dataclass(frozen=True)
 class Throughput(BudgetOptions):
-    """Search for the compression factor that gains most a second. Source: GraVAC, algorithm 1.
+    """Search for the compression factor with the highest throughput x gain.
+
+    Source: GraVAC, algorithm 1.
 
     A candidate factor is tried for ``window`` steps, then the next, larger one. A step is sent at the
     candidate if its gain reaches ``epsilon``, else at the smallest factor, else dense. When the two
-    best throughputs (samples a second times gain) differ by ``omega`` at most, the smaller of their
+    best throughputs (samples per second times gain) differ by ``omega`` at most, the smaller of their
     factors is kept for good.
 
     The candidates are those of the paper's section IV-B, on the smallest factor at the start:
@@ -107,7 +109,7 @@ class ThroughputBudget(Budget):
         self._ideal: float | None = None
         self._gains: dict[float, float] = {}
         self._measured: int | None = None
-        """The last step whose gains were told."""
+        """The last step whose gains were observed."""
         self._throughputs: dict[float, float] = {}
         self._counts: dict[float, int] = {}
         self._granted: float | None = None
@@ -156,13 +158,13 @@ class ThroughputBudget(Budget):
             self._turn()
 
     def _learn_gains(self, facts: StepMeasurements) -> None:
-        """Gains that are told on every tenth step only weigh as those of ten steps."""
-        told = [theta for theta in self.factors if math.isfinite(facts.gains.get(theta, math.nan))]
-        if not told:
+        """Gains that are observed on every tenth step only weigh as those of ten steps."""
+        seen = [theta for theta in self.factors if math.isfinite(facts.gains.get(theta, math.nan))]
+        if not seen:
             return
         steps = 1 if self._measured is None else max(1, facts.step - self._measured)
         self._measured = facts.step
-        for theta in told:
+        for theta in seen:
             _smooth(self._gains, theta, facts.gains[theta], 1 - (1 - self._alpha) ** steps)
 
     def _turn(self) -> None:
@@ -206,7 +208,7 @@ class ThroughputBudget(Budget):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._last_decision = tuple(float(theta) for theta in state["told"])
         self._steps = int(state["steps"])
         self._theta_min, self._theta = float(state["theta_min"]), float(state["theta"])
