@@ -34,7 +34,7 @@ import cells
 import report
 from hvd_adaptive.commands import precompile
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, MultiLevel
+from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch, MultiLevel
 from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 from hvd_adaptive.kernels import cpu
@@ -244,7 +244,7 @@ def accumulate_and_compress(compressor: Compressor, bucket: Setup) -> None:
     """What a step does with one bucket, whatever the compressor's kind."""
     if isinstance(compressor, GatheredCompressor):
         levels = [compressor.level] * len(bucket.grads)
-        compressor.compress_layers_(bucket.x, bucket.offsets, levels, bucket.grads)
+        compressor.compress_layers_(LayerBatch(bucket.x, bucket.offsets, levels, bucket.grads))
         return
     for layer, grad in enumerate(bucket.grads):
         x = bucket.x[bucket.offsets[layer] : bucket.offsets[layer + 1]]
@@ -292,7 +292,9 @@ def quantized(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     members = {spec: cast(GatheredCompressor, parse(spec)) for spec in QUANTIZERS}
 
     def compress_with(member: GatheredCompressor) -> Tensor:
-        body, _ = member.compress_layers_(bucket.x, bucket.offsets, [member.level], bucket.grads)
+        body, _ = member.compress_layers_(
+            LayerBatch(bucket.x, bucket.offsets, [member.level], bucket.grads)
+        )
         return body
 
     bodies = {spec: compress_with(member) for spec, member in members.items()}

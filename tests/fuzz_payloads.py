@@ -43,6 +43,7 @@ from torch import Tensor
 from hvd_adaptive import kernels, wire
 from hvd_adaptive.compressors import REGISTRY, LinearCompressor, Payload, parse
 from hvd_adaptive.compressors import quantized as quantized_module
+from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
 from hvd_adaptive.compressors.sparse import SparseCompressor
 from hvd_adaptive.kernels import cpu, quantize_reference, reference
@@ -269,7 +270,9 @@ class Subject:
         level = self.compressor.level
         if isinstance(self.compressor, SparseCompressor):
             level = level * scale if self.compressor.name == "threshold" else min(1.0, level * scale)
-        body, _ = self.compressor.compress_layers_(x, self.offsets, [level] * len(self.sizes))
+        body, _ = self.compressor.compress_layers_(
+            LayerBatch(x, self.offsets, [level] * len(self.sizes))
+        )
         return body.numpy().tobytes()
 
 
@@ -295,7 +298,9 @@ def prepare(only: str = "") -> list[Subject]:
         for scale in (1.0, 12.0, 0.1):
             x = torch.randn(sum(subject.sizes), generator=generator) ** 3
             if isinstance(subject.compressor, LinearCompressor):
-                sent = subject.compressor.compress_(x, subject.compressor.level, key=5).data
+                sent = subject.compressor.compress_(
+                    x, subject.compressor.level, LayerContext(key=5)
+                ).data
                 subject.bodies.append(sent.view(torch.uint8).numpy().tobytes())
                 continue
             if scale == 0.1 and len(subject.sizes) > 1:

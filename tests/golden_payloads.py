@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compressors import REGISTRY, parse
+from hvd_adaptive.compressors.base import LayerContext
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "payloads.json"
 SIZES = (1, 5_000, 150_001)
@@ -59,7 +60,7 @@ def payloads() -> dict[str, dict[str, Any]]:
 
 def _describe(spec: str, numel: int) -> dict[str, Any]:
     compressor, x = parse(spec), tensor(numel)
-    data = compressor.compress_(x, compressor.level, key=KEY).data
+    data = compressor.compress_(x, compressor.level, LayerContext(key=KEY)).data
     size = {"bytes": data.nbytes}
     if compressor.name == "powersgd":
         return {**size, "norm": float(f"{float(data.double().norm()):.3g}")}

@@ -25,7 +25,7 @@ from hvd_adaptive.compressors import (
     format_spec,
     parse,
 )
-from hvd_adaptive.compressors.base import CastCompressor
+from hvd_adaptive.compressors.base import CastCompressor, LayerBatch, LayerContext
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 
@@ -122,7 +122,7 @@ def test_every_registered_compressor_has_a_row() -> None:
 def test_payload_and_remainder_add_up_to_the_tensor(spec: str, numel: int) -> None:
     compressor, x = parse(spec), sample(numel)
     rest = x.clone()
-    sent = decoded(compressor, compressor.compress_(rest, compressor.level, key=3))
+    sent = decoded(compressor, compressor.compress_(rest, compressor.level, LayerContext(key=3)))
     # the remainder is x - sent, rounded once: exact wherever both are near each other
     scale = float(sent.abs().max()) if numel else 0.0
     torch.testing.assert_close(sent + rest, x, rtol=2**-23, atol=1e-12 + 2**-22 * scale)
@@ -156,7 +156,7 @@ def test_values_that_are_sent_are_within_the_rounding_of_their_format(spec: str)
 def test_no_mass_is_lost_on_any_finite_tensor(spec: str, values: list[float], key: int) -> None:
     compressor, x = parse(spec), torch.tensor(values, dtype=torch.float32)
     rest = x.clone()
-    sent = decoded(compressor, compressor.compress_(rest, compressor.level, key=key))
+    sent = decoded(compressor, compressor.compress_(rest, compressor.level, LayerContext(key=key)))
     assert bool(sent.isfinite().all())
     scale = max(float(sent.double().abs().max()), float(x.double().abs().max())) if values else 0.0
     rtol = 2**-22 if MEMBERS[spec].rounding is not None else 0.0
@@ -173,7 +173,7 @@ def test_a_payload_takes_away_the_share_of_the_energy_that_is_promised(spec: str
         lefts = []
         for key in range(30 if MEMBERS[spec].random else 1):
             rest = x.clone()
-            compressor.compress_(rest, compressor.level, key=key)
+            compressor.compress_(rest, compressor.level, LayerContext(key=key))
             lefts.append(float(rest.double().square().sum() / x.double().square().sum()))
         tolerance = 0.15 * promised if MEMBERS[spec].random and numel > 64 else 1e-9
         if not MEMBERS[spec].random or numel > 64:
@@ -188,7 +188,7 @@ def test_the_mean_of_many_draws_is_the_tensor(spec: str) -> None:
     total, squares = torch.zeros(600, dtype=torch.float64), torch.zeros(600, dtype=torch.float64)
     for key in range(draws):
         sent = decoded(
-            compressor, compressor.compress_(x.clone(), compressor.level, key=7 * key)
+            compressor, compressor.compress_(x.clone(), compressor.level, LayerContext(key=7 * key))
         ).double()
         total += sent
         squares += sent.square()
@@ -213,7 +213,7 @@ def test_errors_are_those_of_compressing(spec: str) -> None:
     layer = Layer(0, "w", (250, 200))
     levels = compressor.levels(layer)
     kept = x.clone()
-    errors = compressor.errors(x, levels, shape=layer.shape)
+    errors = compressor.errors(x, levels, LayerContext(shape=layer.shape))
     assert torch.equal(x, kept)
     total = float(x.double().square().sum())
     for level, error in list(zip(levels, errors, strict=True))[:: max(1, len(levels) // 7)]:
@@ -230,7 +230,7 @@ def really(compressor: Compressor, x: Tensor, level: float, layer: Layer) -> flo
     )
     for key in range(repeats):
         rest = x.clone()
-        compressor.compress_(rest, level, key=key, shape=layer.shape, state=state)
+        compressor.compress_(rest, level, LayerContext(key=key, shape=layer.shape, state=state))
         seen.append(float(rest.double().square().sum()))
     return seen[-1] if compressor.name == "powersgd" else float(np.mean(seen))
 
@@ -309,7 +309,7 @@ def test_sizes_of_signs_are_exact_for_top_k(kind: str, numel: int, density: floa
 def test_the_same_key_gives_the_same_bytes_and_another_key_others(spec: str) -> None:
     compressor = parse(spec)
     first, second, other = (
-        compressor.compress_(sample(5000), compressor.level, key=key) for key in (5, 5, 6)
+        compressor.compress_(sample(5000), compressor.level, LayerContext(key=key)) for key in (5, 5, 6)
     )
     assert torch.equal(first.data, second.data)
     same = first.data.shape == other.data.shape and torch.equal(first.data, other.data)
@@ -438,7 +438,7 @@ def test_extreme_numbers_stay_finite_and_none_is_lost(
 ) -> None:
     compressor, x = parse(spec), torch.tensor(repeats * values)
     rest = x.clone()
-    payload = compressor.compress_(rest, compressor.level, key=repeats)
+    payload = compressor.compress_(rest, compressor.level, LayerContext(key=repeats))
     sent = decoded(compressor, payload)
     reach = torch.stack([x, sent, rest]).double().abs().amax(0)
     check_nothing_lost(x, sent, rest, reach.max() if compressor.name == "powersgd" else reach)
@@ -464,12 +464,14 @@ def test_layers_of_one_call_are_what_they_are_alone(spec: str) -> None:
     keys = np.arange(11, 16, dtype=np.uint64)
     levels = [compressor.level] * len(sizes)
     alone, outs = x.clone(), [torch.zeros(n) for n in sizes]
-    body, stats = compressor.compress_layers_(x, offsets, levels, grads, keys=keys)
+    body, stats = compressor.compress_layers_(LayerBatch(x, offsets, levels, grads, keys=keys))
     compressor.decompress_layers_add_(body, outs, 1.0)
     for i, out in enumerate(outs):
         part = alone[offsets[i] : offsets[i + 1]] + grads[i]
         energy = float(part.double().square().sum())
-        expected = decoded(compressor, compressor.compress_(part, levels[i], key=int(keys[i])))
+        expected = decoded(
+            compressor, compressor.compress_(part, levels[i], LayerContext(key=int(keys[i])))
+        )
         assert torch.equal(out, expected)
         assert torch.equal(part, x[offsets[i] : offsets[i + 1]])
         assert stats.energy[i] == pytest.approx(energy, rel=1e-6, abs=1e-12)
@@ -485,7 +487,7 @@ def test_a_layer_that_is_not_finite_is_marked_and_the_others_are_sent(spec: str)
     before = x.clone()
     outs = [torch.zeros(100) for _ in range(3)]
     offsets = np.array([0, 100, 200, 300])
-    body, stats = compressor.compress_layers_(x, offsets, [compressor.level] * 3, grads)
+    body, stats = compressor.compress_layers_(LayerBatch(x, offsets, [compressor.level] * 3, grads))
     marks = compressor.decompress_layers_add_(body, outs, 1.0)
     assert torch.equal(x[100:200], before[100:200])
     assert bool(outs[1].isnan().all())
@@ -507,7 +509,7 @@ def test_the_sum_over_ranks_is_that_of_adding_to_zeros(spec: str) -> None:
         x = sample(300) * (rank + 1)
         if rank == 1:
             x[260] = float("inf")
-        bodies.append(compressor.compress_layers_(x, offsets, [compressor.level] * 3)[0])
+        bodies.append(compressor.compress_layers_(LayerBatch(x, offsets, [compressor.level] * 3))[0])
     added, summed = ([torch.full((size,), held) for size in (100, 150, 50)] for held in (0.0, 7.0))
     marks = [compressor.decompress_layers_add_(body, added, 0.5) for body in bodies]
     found = compressor.decompress_layers_sum_(bodies, summed, 0.5)
@@ -549,7 +551,7 @@ def test_a_payload_that_is_compressed_again_loses_nothing(spec: str, numel: int)
     compressor, x = parse(spec), sample(numel)
     assert isinstance(compressor, MultiLevel)
     rest = x.clone()
-    first = compressor.compress_(rest, compressor.level, key=4)
+    first = compressor.compress_(rest, compressor.level, LayerContext(key=4))
     weaker = 10 * compressor.level if compressor.name == "threshold" else compressor.level / 10
     second = compressor.recompress_(first, rest, weaker)
     sent = decoded(compressor, second)
@@ -568,8 +570,8 @@ def test_compressing_a_payload_again_selects_what_compressing_at_once_does(spec:
     compressor, x = parse(spec), sample(300_000)
     assert isinstance(compressor, MultiLevel)
     rest, direct = x.clone(), x.clone()
-    twice = compressor.recompress_(compressor.compress_(rest, 0.1, key=3), rest, 0.001)
-    once = compressor.compress_(direct, 0.001, key=3)
+    twice = compressor.recompress_(compressor.compress_(rest, 0.1, LayerContext(key=3)), rest, 0.001)
+    once = compressor.compress_(direct, 0.001, LayerContext(key=3))
     # factors that are multiplied one after the other are rounded twice
     rounding = 2**-22 if "unbiased" in spec else 0.0
     torch.testing.assert_close(

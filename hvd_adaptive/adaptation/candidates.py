@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import CodecState, Compressor, Float64s, Int64s, Level
+from hvd_adaptive.compressors.base import CodecState, Compressor, Float64s, Int64s, LayerContext, Level
 from hvd_adaptive.layers import Layer
 
 
@@ -59,7 +59,7 @@ def errors_of(
     """
     errors = np.zeros(len(candidates))
     for compressor, mine, levels, state in _by_compressor(candidates, states):
-        errors[mine] = compressor.errors(x, levels, shape=layer.shape, state=state)
+        errors[mine] = compressor.errors(x, levels, LayerContext(shape=layer.shape, state=state))
     return errors
 
 
@@ -72,7 +72,7 @@ def sizes_of(
     """Bytes of every candidate, ``int64[C]``; arguments as of :func:`errors_of`."""
     sizes = np.zeros(len(candidates), np.int64)
     for compressor, mine, levels, state in _by_compressor(candidates, states):
-        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape, state=state)
+        sizes[mine] = compressor.sizes(x, levels, LayerContext(shape=layer.shape, state=state))
     return sizes
 
 

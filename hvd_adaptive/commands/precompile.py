@@ -12,6 +12,7 @@ import torch
 
 from hvd_adaptive import compressors
 from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
+from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.kernels import cpu
 from hvd_adaptive.planning import knapsack
 
@@ -39,13 +40,15 @@ def _use(compressor: Compressor) -> None:
     level = compressor.level
     if isinstance(compressor, GatheredCompressor):
         grads = [torch.ones(64)]
-        body, _ = compressor.compress_layers_(x.clone(), np.array([0, 64]), [level], grads, state=state)
+        body, _ = compressor.compress_layers_(
+            LayerBatch(x.clone(), np.array([0, 64]), [level], grads, state=state)
+        )
         compressor.decompress_layers_sum_([body], [torch.zeros(64)], 1.0)
-    payload = compressor.compress_(x, level, shape=(8, 8), state=state)
+    payload = compressor.compress_(x, level, LayerContext(shape=(8, 8), state=state))
     if isinstance(compressor, MultiLevel):
         payload = compressor.recompress_(payload, x, level / 2)
     compressor.decompress_add_(payload, torch.zeros(64))
-    compressor.errors(x, [level], shape=(8, 8), state=state)
+    compressor.errors(x, [level], LayerContext(shape=(8, 8), state=state))
 
 
 if __name__ == "__main__":

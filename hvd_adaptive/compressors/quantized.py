@@ -8,6 +8,7 @@ compression are bits a value. What travels is described in :mod:`hvd_adaptive.wi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compressors.base import (
+    NO_CONTEXT,
     CodecState,
     Compressor,
     Float64s,
     GatheredCompressor,
     Int64s,
+    LayerBatch,
+    LayerContext,
     LayerStats,
     Level,
     Shape,
@@ -77,36 +81,26 @@ class Quantizer(GatheredCompressor):
             raise TypeError(f"{self.name}: its state is a LearnedLevels, got {type(learnt).__name__}")
         return Tables({width: learnt.table(width) for width in sorted(set(bits))})
 
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: npt.NDArray[np.int64],
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: npt.NDArray[np.int64] | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
+    def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """Quantize all layers; see :meth:`GatheredCompressor.compress_layers_`.
 
         Raises:
             ValueError: a level is not a number of bits that this compressor has, or the tensors do
                 not fit together.
         """
-        bits = np.array([self._bits(level) for level in levels], np.int64)
+        bits = np.array([self._bits(level) for level in batch.levels], np.int64)
+        state, reserve = batch.state, batch.reserve
         tables = self.tables(bits.tolist(), state)
         if isinstance(state, LearnedLevels) and state.collecting:
-            _observe(state, x, offsets, grads)
+            _observe(state, batch)
         books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
         front = quantized.write_books(books if self.rule.carried else [])
         room = reserve + (0 if self.shrinks else len(front))
-        body, stats = rounding_for(x.device).quantize_compress_(
-            x, offsets, bits, self.rule, tables, grads, keys, room, spectra
+        body, stats = rounding_for(batch.x.device).quantize_compress_(
+            batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room
         )
         if self.shrinks:
-            body = self._shrunk(body[room:], np.diff(offsets), tables, books, reserve)
+            body = self._shrunk(body[room:], np.diff(batch.offsets), tables, books, reserve)
         else:
             body[reserve:room] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
         return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 2] != 0)
@@ -161,25 +155,22 @@ class Quantizer(GatheredCompressor):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """From one weighted histogram for all levels: within 1 % of the expectation.
 
         Where rounding is not random it is exact, up to the rounding of the means (10^-7 of the
         energy). NaN where ``x`` is not finite.
         """
-        del shape
         check_input(x)
         bits = [self._bits(level) for level in levels]
         if self.rule.rounding is Rounding.sign:
             one_layer, one_level = np.array([0, x.numel()]), [self.level]
-            _, stats = self.compress_layers_(x.clone(), one_layer, one_level)
+            _, stats = self.compress_layers_(LayerBatch(x.clone(), one_layer, one_level))
             # the means are what is nearest to their sides, so the remainder is orthogonal to them
             error = max(0.0, float(stats.energy[0] - stats.sent[0]))
             return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
-        tables = self.tables(bits, state)
+        tables = self.tables(bits, context.state)
         kernels = rounding_for(x.device)
         weights, beyond = kernels.norm_histogram(x, self.rule, squared=True)
         errors, _ = kernels.expected_error_at(weights, tables, bits)
@@ -194,9 +185,7 @@ class Quantizer(GatheredCompressor):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Int64s:
         """What Huffman coding is expected to leave of the codes, from one histogram for all levels.
 
@@ -207,11 +196,11 @@ class Quantizer(GatheredCompressor):
         as of :meth:`errors`, and making the codes: two to four times as much in all.
         """
         if not self.size_varies:
-            return super().sizes(x, levels, shape=shape, state=state)
+            return super().sizes(x, levels, context)
         check_input(x)
         kernels, numel = rounding_for(x.device), x.numel()
         bits = [self._bits(level) for level in levels]
-        tables = self.tables(bits, state)
+        tables = self.tables(bits, context.state)
         most = [self._packed_body(numel, width, int(tables.alphabets[width])) for width in bits]
         weights, beyond = kernels.norm_histogram(x, self.rule, squared=False)
         if not numel or np.isnan(beyond):
@@ -257,15 +246,13 @@ def _fresh_state(compressor: Quantizer) -> CodecState | None:
     return compressor.new_state()
 
 
-def _observe(
-    state: LearnedLevels, x: Tensor, offsets: npt.NDArray[np.int64], grads: Sequence[Tensor] | None
-) -> None:
+def _observe(state: LearnedLevels, batch: LayerBatch) -> None:
     """Show the state what is about to be compressed, but for layers that are not finite."""
     layers = [
-        x[start:end] for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        batch.x[start:end] for start, end in itertools.pairwise(np.asarray(batch.offsets).tolist())
     ]
-    if grads is not None:
-        layers = [layer + grad.view(-1) for layer, grad in zip(layers, grads, strict=True)]
+    if batch.grads is not None:
+        layers = [layer + grad.view(-1) for layer, grad in zip(layers, batch.grads, strict=True)]
     finite = [layer for layer in layers if bool(layer.isfinite().all())]
     if finite:
         state.observe(torch.cat(finite), np.cumsum([0] + [layer.numel() for layer in finite]))
@@ -351,7 +338,7 @@ class QSGD(_Random):
     Example:
         >>> x = torch.tensor([3.0, -4.0])
         >>> qsgd = QSGD(bits=4)
-        >>> payload, out = qsgd.compress_(x, 4, key=7), torch.zeros(2)
+        >>> payload, out = qsgd.compress_(x, 4, LayerContext(key=7)), torch.zeros(2)
         >>> qsgd.decompress_add_(payload, out)
         >>> payload.nbytes, (out + x).tolist()
         (7, [3.0, -4.0])
@@ -681,7 +668,7 @@ class ALQ(_Learned):
         >>> alq = ALQ()
         >>> state = alq.new_state()
         >>> x = torch.tensor([4.0, 2.0, 0.0])
-        >>> payload, out = alq.compress_(x, 3, state=state), torch.zeros(3)
+        >>> payload, out = alq.compress_(x, 3, LayerContext(state=state)), torch.zeros(3)
         >>> alq.decompress_add_(payload, out)  # 1/2 is one of the first levels
         >>> out.tolist()
         [4.0, 2.0, 0.0]

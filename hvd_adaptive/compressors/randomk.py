@@ -11,10 +11,11 @@ from torch import Tensor
 
 from hvd_adaptive import wire
 from hvd_adaptive.compressors.base import (
-    Batch,
-    CodecState,
+    NO_CONTEXT,
     Float64s,
+    LayerContext,
     Level,
+    LinearBatch,
     LinearCompressor,
     MultiLevel,
     Payload,
@@ -56,7 +57,7 @@ class RandomK(LinearCompressor, MultiLevel):
 
     Example:
         >>> x = torch.ones(100)
-        >>> payload = RandomK(density=0.1).compress_(x, 0.1, key=7)
+        >>> payload = RandomK(density=0.1).compress_(x, 0.1, LayerContext(key=7))
         >>> payload.nbytes, int(x.sum())
         (40, 90)
     """
@@ -100,7 +101,7 @@ class RandomK(LinearCompressor, MultiLevel):
         steps = (self.density * step / 10 for step in range(100, 0, -1))
         return tuple(dict.fromkeys(min(1.0, density) for density in steps))
 
-    def rounds(self, batch: Batch) -> Rounds:
+    def rounds(self, batch: LinearBatch) -> Rounds:
         """One round with the values of all layers."""
         reduced = yield [
             self._take_(x, level, int(key), batch.ranks) if all_finite(x) else self._nothing(x, level)
@@ -115,17 +116,14 @@ class RandomK(LinearCompressor, MultiLevel):
         self,
         x: Tensor,
         level: Level,
-        *,
-        key: int = 0,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Payload:
         """Take the values at the indices of ``key`` out of ``x``."""
-        del state
         check_input(x)
         if not all_finite(x):
             raise ValueError("randomk: the tensor holds a NaN or an Inf; it was left as it was")
-        return Payload(self._take_(x, level, key), x.numel(), level, key, shape)
+        sent = self._take_(x, level, context.key)
+        return Payload(sent, x.numel(), level, context.key, context.shape)
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Scatter-add."""
@@ -149,12 +147,10 @@ class RandomK(LinearCompressor, MultiLevel):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """In expectation over the sets: ``1 - density`` of the energy, or ``1 / density - 1``."""
-        del shape, state
+        del context
         check_input(x)
         # in float64: squares of what is finite fit
         energy = sum(float(part.double().square().sum()) for part in x.split(1 << 16))

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from hvd_adaptive import kernels, wire
 from hvd_adaptive.compressors.base import (
-    CodecState,
+    NO_CONTEXT,
     Float64s,
     GatheredCompressor,
     Int64s,
+    LayerBatch,
+    LayerContext,
     LayerStats,
     Level,
     MultiLevel,
@@ -87,32 +89,19 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         return _counts_of(self, offsets.astype(np.int64, copy=False).tobytes(), tuple(levels))
 
     @final
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: Int64s,
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: Int64s | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
+    def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
-        del keys, state
-        counts, thresholds = self._selection(offsets, levels)
-        body, stats = kernels.for_device(x.device).sparse_compress_(
-            x,
-            offsets,
+        counts, thresholds = self._selection(batch.offsets, batch.levels)
+        body, stats = kernels.for_device(batch.x.device).sparse_compress_(
+            batch.x,
+            batch.offsets,
             counts,
             self.format,
-            grads,
-            reserve,
-            spectra,
-            self.rule,
-            thresholds,
-            self.whole_model,
+            batch.grads,
+            batch.reserve,
+            rule=self.rule,
+            thresholds=thresholds,
+            whole=self.whole_model,
         )
         return body, _layer_stats(stats)
 
@@ -191,16 +180,14 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """From one histogram of ``x`` for all levels; within 1 % of compressing at each.
 
         The rounding of the values is not counted, because it is far below what selection leaves out;
         but for ``sign``, where a second pass measures it.
         """
-        del shape, state
+        del context
         spectrum = _Spectrum(x)
         if not spectrum.finite:
             return np.full(len(levels), np.nan)
@@ -225,9 +212,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Int64s:
         """For as many elements as the rule takes of ``x``, from one histogram: upper bounds.
 
@@ -235,7 +220,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         another; lines between them give the others. Cost: some ns for every position measured.
         """
         if not self.size_varies:
-            return super().sizes(x, levels, shape=shape, state=state)
+            return super().sizes(x, levels, context)
         numel = x.numel()
         if self._count_varies:
             spectrum = _Spectrum(x)
@@ -362,8 +347,9 @@ class GlobalTopK(DensityCompressor):
     Example:
         >>> import numpy as np, torch
         >>> x, offsets = torch.tensor([0.5, 3.0, 2.0, -0.25, 0.125, 0.0]), np.array([0, 3, 6])
+        >>> from hvd_adaptive.compressors.base import LayerBatch
         >>> half = GlobalTopK(density=0.5, values="fp32")
-        >>> body, _ = half.compress_layers_(x, offsets, [0.5, 0.5])
+        >>> body, _ = half.compress_layers_(LayerBatch(x, offsets, [0.5, 0.5]))
         >>> outs = [torch.zeros(3), torch.zeros(3)]
         >>> half.decompress_layers_add_(body, outs, 1.0).tolist(), [out.tolist() for out in outs]
         ([False, False], [[0.5, 3.0, 2.0], [0.0, 0.0, 0.0]])

@@ -23,12 +23,13 @@ from hvd_adaptive import rng, wire
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 from hvd_adaptive.compressors.base import (
-    Batch,
     CastCompressor,
     ClearsSent,
     CodecState,
     Compressor,
     GatheredCompressor,
+    LayerBatch,
+    LinearBatch,
     LinearCompressor,
     Rounds,
     all_finite,
@@ -365,9 +366,9 @@ class Exchange:
 
     def _batch(
         self, bucket: Bucket, part: Segment, x: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> Batch:
+    ) -> LinearBatch:
         """One linear compressor's share of a bucket."""
-        return Batch(
+        return LinearBatch(
             x[part.start : part.stop],
             outs[part.start : part.stop],
             bucket.layers[part.start : part.stop],
@@ -411,13 +412,15 @@ class Exchange:
         for part in bucket.parts:
             compressor = _gathered(part)
             code, stats = compressor.compress_layers_(
-                x,
-                offsets[part.start : part.stop + 1],
-                part.levels,
-                adds[part.start : part.stop],
-                keys=self._keys(bucket, part, self.rank) if compressor.draws else None,
-                reserve=_room(bucket),
-                state=self.states.get(part.compressor.state_key),
+                LayerBatch(
+                    x,
+                    offsets[part.start : part.stop + 1],
+                    part.levels,
+                    adds[part.start : part.stop],
+                    keys=self._keys(bucket, part, self.rank) if compressor.draws else None,
+                    reserve=_room(bucket),
+                    state=self.states.get(part.compressor.state_key),
+                ),
             )
             if not part.keeps:
                 x[offsets[part.start] : offsets[part.stop]].zero_()

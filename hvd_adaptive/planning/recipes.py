@@ -337,7 +337,9 @@ def _mean(
 
 def _buckets_of(facts: PlanningInput) -> Int64s:
     if facts.buckets is None or len(facts.buckets) != len(facts.table.names):
-        raise ValueError("this planner needs the bucket of every layer: PlanningInput(step, table, buckets)")
+        raise ValueError(
+            "this planner needs the bucket of every layer: PlanningInput(step, table, buckets)"
+        )
     return np.asarray(facts.buckets, dtype=np.int64)
 
 
