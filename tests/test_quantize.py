@@ -194,7 +194,7 @@ def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
         codes = np.zeros(numel + 64, np.uint8)
         codes[:numel] = rng.integers(alphabet, size=numel)
         packed = quantize_reference.pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
-        size = quantized.packed_bytes(numel, width, alphabet)
+        size = wire_quantized.packed_bytes(numel, width, alphabet)
         assert packed.numel() == size == quantize._packed_bytes(numel, width, alphabet)
         groups = -(-numel // quantize._group(alphabet))
         out = np.zeros(size + 64, np.uint8)
@@ -401,7 +401,7 @@ def test_layers_in_one_call_equal_one_call_each(member: Quantizer) -> None:
     body, stats = member.compress_layers_(
         LayerBatch(x, offsets_of(parts), [member.level] * 6, keys=keys)
     )
-    front = 1 + (quantized.book_bytes(int(member.level)) if member.rule.carried else 0)
+    front = 1 + (wire_quantized.book_bytes(int(member.level)) if member.rule.carried else 0)
     together = body[front:].tolist()
     for part, key, energy in zip(parts, keys.tolist(), stats.energy, strict=True):
         one = member.compress_(torch.from_numpy(part.copy()), member.level, LayerContext(key=key)).data[
