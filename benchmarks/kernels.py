@@ -39,7 +39,8 @@ from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 from hvd_adaptive.kernels import cpu
 from hvd_adaptive.kernels.reference import BINS
-from hvd_adaptive.wire import ValueFormat, count_of
+from hvd_adaptive.wire import ValueFormat
+from hvd_adaptive.wire.sparse import count_of
 
 CONTESTANTS: dict[str, tuple[Compressor, float]] = {
     "topk": (TopK(density=0.01), 8.0),

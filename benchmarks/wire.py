@@ -35,7 +35,7 @@ from hvd_adaptive.compressors.base import LayerBatch
 from hvd_adaptive.compressors.distributions import Norm
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.compressors.quantized import ALQ, AMQ
-from hvd_adaptive.wire import count_of
+from hvd_adaptive.wire.sparse import count_of
 
 LEARNT = {
     "AMQ": "amq:norm=l2",

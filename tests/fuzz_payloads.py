@@ -47,7 +47,10 @@ from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
 from hvd_adaptive.compressors.sparse import SparseCompressor
 from hvd_adaptive.kernels import cpu, quantize_reference, reference
-from hvd_adaptive.wire import CODE_BLOCK, TooLargeError, WireError
+from hvd_adaptive.wire import TooLargeError, WireError
+from hvd_adaptive.wire import frame as wire_frame
+from hvd_adaptive.wire import varint as wire_varint
+from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 SPECS = [
     *(f"topk:density=0.05,values={how}" for how in wire.ValueFormat.__members__),
@@ -193,7 +196,7 @@ def write_an_extreme(rng: random.Random, body: bytearray, other: bytes) -> None:
     """A number that no count or length should be, at any width or as a varint."""
     value = rng.choice(NUMBERS) + rng.choice((0, 0, -1, 1))
     if rng.random() < 0.5:
-        written = wire.write_varint(value & (2**63 - 1))
+        written = wire_varint.write_varint(value & (2**63 - 1))
     else:
         width = rng.choice((1, 2, 4, 8))
         written = (value & (256**width - 1)).to_bytes(width, "little")
@@ -445,8 +448,8 @@ def shrink(subject: Subject, body: Tensor, where: Place) -> Result:
 def frames(subject: Subject, body: Tensor, where: Place) -> Result:
     """As an allgather's result: frames, parts, and decoding."""
     try:
-        bodies, _ = wire.split_frames(body, BUCKET, 2 * len(subject.sizes), ranks=2)
-        codes = [code for each in bodies for code in wire.split_parts(each, 2)]
+        bodies, _ = wire_frame.split_frames(body, BUCKET, 2 * len(subject.sizes), ranks=2)
+        codes = [code for each in bodies for code in wire_frame.split_parts(each, 2)]
     except (WireError, TooLargeError) as error:
         return refused(error), []
     results = [add(subject, code, where)[0] for code in codes]
@@ -559,8 +562,8 @@ class Fuzzer:
 
 def framed(subject: Subject, which: int) -> bytes:
     """What an allgather of two ranks gives, each of which sends two parts."""
-    frame = wire.join_parts([as_tensor(subject.bodies[which]), as_tensor(subject.bodies[0])])
-    wire.write_header(frame, BUCKET, 2 * len(subject.sizes))
+    frame = wire_frame.join_parts([as_tensor(subject.bodies[which]), as_tensor(subject.bodies[0])])
+    wire_frame.write_header(frame, BUCKET, 2 * len(subject.sizes))
     return 2 * frame.numpy().tobytes()
 
 

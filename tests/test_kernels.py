@@ -20,14 +20,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive import wire
 from hvd_adaptive.compressors import sparse
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
-from hvd_adaptive.kernels import Rule, cpu, for_device, reference, subset
+from hvd_adaptive.kernels import SelectionRule, cpu, for_device, reference, subset
 from hvd_adaptive.rng import mix
-from hvd_adaptive.wire import ValueFormat, WireError, write_varint
+from hvd_adaptive.wire import ValueFormat, WireError, varint
+from hvd_adaptive.wire import frame as wire_frame
+from hvd_adaptive.wire import sparse as wire_sparse
+from hvd_adaptive.wire.varint import write_varint
 
-RULES = pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
+RULES = pytest.mark.parametrize("rule", SelectionRule, ids=lambda rule: rule.name)
 MODULES = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
 FORMATS = pytest.mark.parametrize("values", ValueFormat, ids=lambda values: values.name)
 KINDS = (
@@ -102,8 +104,8 @@ def sent_indices(x: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     return np.sort(order[x[order] != 0])
 
 
-def thresholds_of(rule: Rule, layers: int, threshold: float) -> npt.NDArray[np.float32] | None:
-    return np.full(layers, threshold, np.float32) if rule == Rule.threshold else None
+def thresholds_of(rule: SelectionRule, layers: int, threshold: float) -> npt.NDArray[np.float32] | None:
+    return np.full(layers, threshold, np.float32) if rule == SelectionRule.threshold else None
 
 
 def compress(
@@ -111,7 +113,7 @@ def compress(
     x: npt.NDArray[np.float32],
     k: int,
     values: ValueFormat,
-    rule: Rule = Rule.topk,
+    rule: SelectionRule = SelectionRule.topk,
     threshold: float = 0.0,
 ) -> tuple[Tensor, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """One layer: (body, remainder, stats)."""
@@ -241,7 +243,7 @@ def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
 def test_candidates_without_end_are_trimmed_on_the_way(kind: str) -> None:
     x = numbers(kind, 300_000, 5)
     work = cpu._work.arrays(5000)
-    *_, count = cpu._take(x.ctypes.data, 0, x.size, 10, int(Rule.threshold), 1, work)
+    *_, count = cpu._take(x.ctypes.data, 0, x.size, 10, int(SelectionRule.threshold), 1, work)
     assert work[1][:count].tolist() == sent_indices(x, 10).tolist()
 
 
@@ -252,7 +254,7 @@ def test_candidates_without_end_are_trimmed_on_the_way(kind: str) -> None:
 @pytest.mark.parametrize("numel", LARGE)
 def test_the_bytes_are_the_same_for_large_layers(kind: str, numel: int) -> None:
     x = numbers(kind, numel, 18)
-    for rule, values in zip([*Rule, Rule.topk], ValueFormat, strict=True):
+    for rule, values in zip([*SelectionRule, SelectionRule.topk], ValueFormat, strict=True):
         for share in (0.001, 0.02, 0.4):
             k = max(1, int(share * numel))
             results = [compress(kernels, x, k, values, rule, MIDDLE) for kernels in (cpu, reference)]
@@ -266,7 +268,7 @@ def test_the_bytes_are_the_same_for_large_layers(kind: str, numel: int) -> None:
     st.lists(layers, max_size=6),
     shares,
     st.sampled_from(ValueFormat),
-    st.sampled_from(Rule),
+    st.sampled_from(SelectionRule),
     st.booleans(),
     st.booleans(),
     st.sampled_from([None, np.nan, np.inf, -np.inf]),
@@ -276,7 +278,7 @@ def test_cpu_and_reference_give_the_same_bytes_and_remainders(
     kinds: list[tuple[str, int, int]],
     share: float,
     values: ValueFormat,
-    rule: Rule,
+    rule: SelectionRule,
     whole: bool,
     with_grads: bool,
     bad: float | None,
@@ -350,15 +352,17 @@ def test_the_kernels_for_the_cpu_offer_what_the_reference_does(kernels: ModuleTy
 # --- the rules -----------------------------------------------------------------------------------
 
 
-def allowed(rule: Rule, x: npt.NDArray[np.float32], k: int, threshold: float) -> tuple[int, int]:
+def allowed(
+    rule: SelectionRule, x: npt.NDArray[np.float32], k: int, threshold: float
+) -> tuple[int, int]:
     """Between how many and how many a rule may send."""
     nonzeros = int(np.count_nonzero(x))
     least = most = min(k, x.size)
-    if rule == Rule.threshold:
+    if rule == SelectionRule.threshold:
         least = most = min(k, int((np.abs(x[x != 0]) >= np.float32(threshold)).sum()))
-    elif rule == Rule.dgc:
+    elif rule == SelectionRule.dgc:
         least = int(np.ceil(0.7 * k - 1e-9))
-    elif rule == Rule.redsync:
+    elif rule == SelectionRule.redsync:
         most = 2 * k
     return min(least, nonzeros), min(most, nonzeros)
 
@@ -368,7 +372,11 @@ def allowed(rule: Rule, x: npt.NDArray[np.float32], k: int, threshold: float) ->
 @usual
 @given(layers, shares, st.sampled_from([0.0, 1e-44, 0.25, MIDDLE, 3.0, np.inf]))
 def test_every_rule_sends_the_largest_and_as_many_as_it_promises(
-    kernels: ModuleType, rule: Rule, layer: tuple[str, int, int], share: float, threshold: float
+    kernels: ModuleType,
+    rule: SelectionRule,
+    layer: tuple[str, int, int],
+    share: float,
+    threshold: float,
 ) -> None:
     x = numbers(*layer)
     k = min(x.size, int(np.ceil(share * x.size)))
@@ -383,13 +391,13 @@ def test_every_rule_sends_the_largest_and_as_many_as_it_promises(
 @RULES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numel", [65537, 10**6])
-def test_large_layers_keep_the_promises_too(kind: str, numel: int, rule: Rule) -> None:
+def test_large_layers_keep_the_promises_too(kind: str, numel: int, rule: SelectionRule) -> None:
     x = numbers(kind, numel, 21)
     for k in (1, 65, numel // 1000, numel // 100, numel // 4):
         body, rest, stats = compress(cpu, x, k, ValueFormat.fp32, rule, MIDDLE)
         least, most = allowed(rule, x, k, MIDDLE)
         assert least <= stats[2] <= most
-        assert body.numel() <= wire.max_sparse_bytes(numel, rule.most(k), ValueFormat.fp32)
+        assert body.numel() <= wire_sparse.max_sparse_bytes(numel, rule.most(k), ValueFormat.fp32)
         sent = decompress(cpu, body, numel)
         assert np.array_equal(np.flatnonzero(sent), sent_indices(x, int(stats[2])))
         assert np.array_equal(sent + rest, x)
@@ -414,7 +422,7 @@ def test_dgc_sends_hardly_less_than_was_asked_for_where_the_sample_is_good() -> 
     x = numbers("normal", numel, 23)
     for share in (0.005, 0.01, 0.1):
         k = int(share * numel)
-        sent = int(compress(cpu, x, k, ValueFormat.bf16, Rule.dgc)[2][2])
+        sent = int(compress(cpu, x, k, ValueFormat.bf16, SelectionRule.dgc)[2][2])
         assert 0.97 * k <= sent <= k
 
 
@@ -430,21 +438,23 @@ def test_dgc_selects_anew_where_the_sample_misled_it_too_far(reaching: int, sent
     large[1] = large[1][:: len(large[1]) // (reaching - len(large[0]))]
     for indices in large:
         x[indices] += np.linspace(7, 14, len(indices), dtype=np.float32)
-    assert int(compress(cpu, x, k, ValueFormat.bf16, Rule.dgc)[2][2]) == pytest.approx(sent, rel=0.06)
+    assert int(compress(cpu, x, k, ValueFormat.bf16, SelectionRule.dgc)[2][2]) == pytest.approx(
+        sent, rel=0.06
+    )
 
 
 def test_redsync_bisects_between_mean_and_maximum_as_in_the_paper() -> None:
     x = np.concatenate([np.full(90, 1.0), np.linspace(2, 10, 10)]).astype(np.float32)
     # mean 1.5: 10 reach it; halfway to the maximum, 5.75, are 5
-    assert compress(cpu, x, 5, ValueFormat.fp32, Rule.redsync)[2][2] == 10
-    assert compress(cpu, x, 4, ValueFormat.fp32, Rule.redsync)[2][2] == 5
+    assert compress(cpu, x, 5, ValueFormat.fp32, SelectionRule.redsync)[2][2] == 10
+    assert compress(cpu, x, 4, ValueFormat.fp32, SelectionRule.redsync)[2][2] == 5
 
 
 @RULES
 @MODULES
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_no_rule_touches_a_layer_that_is_not_finite(
-    kernels: ModuleType, rule: Rule, bad: float
+    kernels: ModuleType, rule: SelectionRule, bad: float
 ) -> None:
     for numel in (40, 70_000):
         x = numbers("normal", numel, 24)
@@ -469,7 +479,9 @@ def test_signs_travel_with_one_mean_each(kernels: ModuleType) -> None:
 
 @RULES
 @MODULES
-def test_layers_that_are_one_vector_are_selected_from_together(kernels: ModuleType, rule: Rule) -> None:
+def test_layers_that_are_one_vector_are_selected_from_together(
+    kernels: ModuleType, rule: SelectionRule
+) -> None:
     parts = [numbers("normal", size, size) for size in (0, 30, 2500, 1, 0, 469)]
     grads = [torch.from_numpy(numbers("normal", part.size, 31)) for part in parts]
     x = torch.from_numpy(np.concatenate(parts))
@@ -549,7 +561,7 @@ def test_more_elements_than_indices_can_count_are_refused(kernels: ModuleType) -
     shares,
     st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
     st.sampled_from(ValueFormat),
-    st.sampled_from(Rule),
+    st.sampled_from(SelectionRule),
     st.booleans(),
     st.booleans(),
     st.integers(0, 20),
@@ -559,7 +571,7 @@ def test_what_shrinking_drops_goes_back_and_both_modules_agree(
     share: float,
     less: float,
     values: ValueFormat,
-    rule: Rule,
+    rule: SelectionRule,
     whole: bool,
     nonfinite: bool,
     reserve: int,
@@ -605,7 +617,9 @@ def test_what_shrinking_drops_goes_back_and_both_modules_agree(
 
 @MODULES
 @RULES
-def test_shrinking_selects_as_from_a_layer_of_the_values(kernels: ModuleType, rule: Rule) -> None:
+def test_shrinking_selects_as_from_a_layer_of_the_values(
+    kernels: ModuleType, rule: SelectionRule
+) -> None:
     x = numbers("normal", 200_000, 26)
     body, rest, stats = compress(cpu, x, 100_000, ValueFormat.bf16)
     left = torch.from_numpy(rest)
@@ -868,11 +882,20 @@ def test_a_layer_that_is_not_finite_keeps_its_x_and_sends_a_mark(
         ({"grads": [torch.zeros(2), torch.zeros(2).half()]}, "gradient of layer 1"),
         ({"grads": [torch.zeros(4)[::2], torch.zeros(2)]}, "gradient of layer 0"),
         ({"whole": True}, "one if they are one vector"),
-        ({"rule": Rule.threshold}, "thresholds belong to"),
+        ({"rule": SelectionRule.threshold}, "thresholds belong to"),
         ({"thresholds": np.ones(2, np.float32)}, "thresholds belong to"),
-        ({"rule": Rule.threshold, "thresholds": np.ones(1, np.float32)}, "2 thresholds of 0 or more"),
-        ({"rule": Rule.threshold, "thresholds": np.array([-1, 1], np.float32)}, "of 0 or more"),
-        ({"rule": Rule.threshold, "thresholds": np.array([np.nan, 1], np.float32)}, "of 0 or more"),
+        (
+            {"rule": SelectionRule.threshold, "thresholds": np.ones(1, np.float32)},
+            "2 thresholds of 0 or more",
+        ),
+        (
+            {"rule": SelectionRule.threshold, "thresholds": np.array([-1, 1], np.float32)},
+            "of 0 or more",
+        ),
+        (
+            {"rule": SelectionRule.threshold, "thresholds": np.array([np.nan, 1], np.float32)},
+            "of 0 or more",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
@@ -1358,7 +1381,7 @@ def test_position_bits_are_those_of_the_stream_and_the_same_in_both_modules(
     for count, (found, position_bits) in zip(wanted, table.tolist(), strict=True):
         body, _, stats = compress(cpu, x, count, ValueFormat.sign)
         assert found == stats[2]
-        assert body.numel() == wire.sparse_bytes(found, position_bits, ValueFormat.sign)
+        assert body.numel() == wire_sparse.sparse_bytes(found, position_bits, ValueFormat.sign)
 
 
 @MODULES
@@ -1448,7 +1471,9 @@ def test_more_elements_than_there_are_cannot_be_drawn() -> None:
         subset.take_(torch.zeros(3), 4, key=1)
 
 
-@pytest.mark.parametrize("module", [reference, wire, sparse], ids=["reference", "wire", "sparse"])
+@pytest.mark.parametrize(
+    "module", [reference, wire_sparse, wire_frame, varint, sparse], ids=lambda module: module.__name__
+)
 def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

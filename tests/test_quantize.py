@@ -33,7 +33,7 @@ from hvd_adaptive.kernels import huffman, quantize, quantize_reference
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import quantized as wire_quantized
-from hvd_adaptive.wire.quantized import Damage, Norm, Rounding, Rule, Tables
+from hvd_adaptive.wire.quantized import Damage, Norm, QuantizationRule, Rounding, Tables
 from test_kernels import KINDS, bits, damage, numbers, offsets_of, usual
 
 MODULES = pytest.mark.parametrize("kernels", [quantize_reference, quantize], ids=["reference", "cpu"])
@@ -63,21 +63,21 @@ ONE_KEY = np.array([KEY], np.uint64)
 
 RULES = [
     *(
-        Rule(norm, rounding, block=block, clip=2.5)
+        QuantizationRule(norm, rounding, block=block, clip=2.5)
         for norm in (Norm.l2, Norm.max, Norm.power, Norm.clipped)
         for rounding in (Rounding.uniform, Rounding.powers, Rounding.table)
         for block in ((512, 100) if norm is Norm.l2 else (512,))
     ),
-    Rule(Norm.mean, Rounding.sign),
-    Rule(Norm.sides, Rounding.sign, block=7),
+    QuantizationRule(Norm.mean, Rounding.sign),
+    QuantizationRule(Norm.sides, Rounding.sign, block=7),
 ]
 
 
-def widths_of(rule: Rule) -> list[int]:
+def widths_of(rule: QuantizationRule) -> list[int]:
     return [1] if rule.rounding is Rounding.sign else list(range(1, 9))
 
 
-def tables_of(rule: Rule, seed: int = 0) -> Tables:
+def tables_of(rule: QuantizationRule, seed: int = 0) -> Tables:
     """The rule's levels, or random ones, with zero and without."""
     if not rule.carried:
         return rule.tables
@@ -92,7 +92,7 @@ def tables_of(rule: Rule, seed: int = 0) -> Tables:
 
 
 def compress(
-    kernels: ModuleType, x: npt.NDArray[np.float32], width: int, rule: Rule, tables: Tables
+    kernels: ModuleType, x: npt.NDArray[np.float32], width: int, rule: QuantizationRule, tables: Tables
 ) -> tuple[Tensor, Tensor, npt.NDArray[np.float64]]:
     """One layer: (body, remainder, stats)."""
     rest = torch.from_numpy(x.copy())
@@ -118,7 +118,7 @@ def gradient(numel: int, seed: int = 0) -> Tensor:
 # --- the two modules are one ---------------------------------------------------------------------
 
 
-def assert_same(x: npt.NDArray[np.float32], width: int, rule: Rule, tables: Tables) -> None:
+def assert_same(x: npt.NDArray[np.float32], width: int, rule: QuantizationRule, tables: Tables) -> None:
     results = []
     for kernels in (quantize, quantize_reference):
         body, rest, stats = compress(kernels, x, width, rule, tables)
@@ -130,7 +130,7 @@ def assert_same(x: npt.NDArray[np.float32], width: int, rule: Rule, tables: Tabl
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_cpu_and_reference_give_the_same_bytes_remainders_and_sums(rule: Rule) -> None:
+def test_cpu_and_reference_give_the_same_bytes_remainders_and_sums(rule: QuantizationRule) -> None:
     tables = tables_of(rule)
     for kind in KINDS:
         for width in widths_of(rule):
@@ -140,7 +140,7 @@ def test_cpu_and_reference_give_the_same_bytes_remainders_and_sums(rule: Rule) -
 
 @pytest.mark.parametrize("numel", LARGE)
 @pytest.mark.parametrize("rule", RULES[::2], ids=repr)
-def test_they_do_for_large_layers(rule: Rule, numel: int) -> None:
+def test_they_do_for_large_layers(rule: QuantizationRule, numel: int) -> None:
     for kind in ("normal", "wide", "one huge"):
         for width in widths_of(rule)[::3]:
             assert_same(numbers(kind, numel, 5), width, rule, tables_of(rule))
@@ -151,12 +151,14 @@ single_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @usual
 @given(st.lists(single_floats, max_size=40), st.sampled_from(RULES), st.integers(1, 8))
-@example([3.4028235e38, 3.4028235e38, -1.7e38, 1.0, 1e-45], Rule(Norm.max, Rounding.uniform), 1)
-@example([3.4028235e38] * 40, Rule(Norm.l2, Rounding.uniform), 4)
-@example([3.4028235e38, -3e38, 1e38], Rule(Norm.power, Rounding.powers), 8)
-@example([1e-45, -1e-45, 3e-45], Rule(Norm.clipped, Rounding.uniform, clip=0.1), 3)
+@example(
+    [3.4028235e38, 3.4028235e38, -1.7e38, 1.0, 1e-45], QuantizationRule(Norm.max, Rounding.uniform), 1
+)
+@example([3.4028235e38] * 40, QuantizationRule(Norm.l2, Rounding.uniform), 4)
+@example([3.4028235e38, -3e38, 1e38], QuantizationRule(Norm.power, Rounding.powers), 8)
+@example([1e-45, -1e-45, 3e-45], QuantizationRule(Norm.clipped, Rounding.uniform, clip=0.1), 3)
 def test_any_finite_float_survives_in_payload_and_remainder(
-    values: list[float], rule: Rule, width: int
+    values: list[float], rule: QuantizationRule, width: int
 ) -> None:
     x, width = np.array(values, np.float32), min(width, widths_of(rule)[-1])
     tables = tables_of(rule)
@@ -172,7 +174,7 @@ def test_any_finite_float_survives_in_payload_and_remainder(
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.norms == 1], ids=repr)
 @pytest.mark.parametrize("squared", [True, False])
-def test_cpu_and_reference_weigh_the_same(rule: Rule, squared: bool) -> None:
+def test_cpu_and_reference_weigh_the_same(rule: QuantizationRule, squared: bool) -> None:
     for kind in KINDS:
         x = torch.from_numpy(numbers(kind, 5000, 6))
         (weights, beyond), (expected, expected_beyond) = (
@@ -673,7 +675,7 @@ def bodies_to_damage() -> list[tuple[Quantizer, npt.NDArray[np.uint8]]]:
     return bodies
 
 
-def outcome(kernels: ModuleType, body: Tensor, rule: Rule) -> str:
+def outcome(kernels: ModuleType, body: Tensor, rule: QuantizationRule) -> str:
     outs = [torch.zeros(size) for size in SIZES_TO_DAMAGE]
     try:
         kernels.quantize_decompress_add_(body, 1, outs, 1.0, rule, rule.tables)

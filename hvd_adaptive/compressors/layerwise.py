@@ -21,7 +21,8 @@ from hvd_adaptive.compressors.base import (
     Level,
     all_finite,
 )
-from hvd_adaptive.wire import WireError, varint_bytes, write_varint
+from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire.varint import varint_bytes, write_varint
 
 
 class LayerwiseCompressor(GatheredCompressor):

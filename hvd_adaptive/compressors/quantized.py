@@ -1,8 +1,9 @@
 """Compressors that send every element in a few bits: a level, times the norm of its block.
 
 They differ in what a block is divided by, in where the levels are, and in whether rounding is random
-(:class:`hvd_adaptive.wire.quantized.Rule`); everything else is the same for all of them. Levels of
-compression are bits a value. What travels is described in :mod:`hvd_adaptive.wire.quantized`.
+(:class:`hvd_adaptive.wire.quantized.QuantizationRule`); everything else is the same for all of them.
+Levels of compression are bits per value. What is sent is described in
+:mod:`hvd_adaptive.wire.quantized`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,15 @@ from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import rounding_for
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
-from hvd_adaptive.wire.quantized import MAX_BITS, MAX_BLOCK, Book, Norm, Rounding, Rule, Tables
+from hvd_adaptive.wire.quantized import (
+    MAX_BITS,
+    MAX_BLOCK,
+    Book,
+    Norm,
+    QuantizationRule,
+    Rounding,
+    Tables,
+)
 
 
 class Quantizer(GatheredCompressor):
@@ -53,7 +62,7 @@ class Quantizer(GatheredCompressor):
 
     @property
     @abstractmethod
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """How this member measures and rounds a block."""
 
     @property
@@ -298,9 +307,9 @@ class _Random(Quantizer):
         return self.coding == "huffman"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """The norm of the block and where the levels are."""
-        return Rule(self.norm_of_block, self.rounding, self.block)
+        return QuantizationRule(self.norm_of_block, self.rounding, self.block)
 
 
 CODINGS = ("fixed", "huffman")
@@ -482,9 +491,11 @@ class TernGrad(Quantizer):
         return self.coding == "huffman"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """The maximum, clipped or not."""
-        return Rule(Norm.clipped if self.clip else Norm.max, Rounding.uniform, self.block, self.clip)
+        return QuantizationRule(
+            Norm.clipped if self.clip else Norm.max, Rounding.uniform, self.block, self.clip
+        )
 
 
 # --- signs ---------------------------------------------------------------------------------------
@@ -529,9 +540,9 @@ class SignSGD(_Signs):
     name = "signsgd"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """Signs of the mean magnitude."""
-        return Rule(Norm.mean, Rounding.sign, self.block)
+        return QuantizationRule(Norm.mean, Rounding.sign, self.block)
 
 
 @dataclass(frozen=True)
@@ -560,9 +571,9 @@ class OneBit(_Signs):
     name = "onebit"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """A mean for each side."""
-        return Rule(Norm.sides, Rounding.sign, self.block)
+        return QuantizationRule(Norm.sides, Rounding.sign, self.block)
 
 
 # --- learnt levels -------------------------------------------------------------------------------
@@ -604,9 +615,9 @@ class _Learned(_Random):
         self.new_state()  # names what else is wrong
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """Tables, which travel."""
-        return Rule(Norm[self.norm], Rounding.table, self.block)
+        return QuantizationRule(Norm[self.norm], Rounding.table, self.block)
 
     @property
     def state_key(self) -> Compressor:

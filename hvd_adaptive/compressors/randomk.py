@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive import wire
 from hvd_adaptive.compressors.base import (
     NO_CONTEXT,
     Float64s,
@@ -28,6 +27,7 @@ from hvd_adaptive.compressors.base import (
 from hvd_adaptive.kernels import subset
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire import sparse as wire_sparse
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -134,7 +134,7 @@ class RandomK(LinearCompressor, MultiLevel):
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
         check_input(x)
         self._check(payload, x.numel())
-        fewer, values = wire.count_of(payload.numel, level), payload.data.to(x.dtype)
+        fewer, values = wire_sparse.count_of(payload.numel, level), payload.data.to(x.dtype)
         kept = payload.data[:fewer].clone()
         if self.unbiased:
             kept = self._rounded(values[:fewer] * (values.numel() / max(1, fewer)))
@@ -154,7 +154,9 @@ class RandomK(LinearCompressor, MultiLevel):
         check_input(x)
         # in float64: squares of what is finite fit
         energy = sum(float(part.double().square().sum()) for part in x.split(1 << 16))
-        shares = np.array([wire.count_of(x.numel(), level) for level in levels]) / max(1, x.numel())
+        shares = np.array([wire_sparse.count_of(x.numel(), level) for level in levels]) / max(
+            1, x.numel()
+        )
         if x.numel() == 0:
             return np.zeros(len(levels))
         return energy * ((1 / shares - 1) if self.unbiased else (1 - shares))
@@ -162,7 +164,7 @@ class RandomK(LinearCompressor, MultiLevel):
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Exact."""
         del shape
-        return wire.count_of(numel, level) * self.wire_dtype.itemsize
+        return wire_sparse.count_of(numel, level) * self.wire_dtype.itemsize
 
     def _check(self, payload: Payload, numel: int) -> None:
         """WireError unless the payload is that of a tensor of so many elements."""
@@ -170,11 +172,13 @@ class RandomK(LinearCompressor, MultiLevel):
             raise WireError(
                 f"randomk: a payload of {payload.numel} elements is not that of a tensor of {numel}"
             )
-        check_values(self.name, payload.data, wire.count_of(numel, payload.level), self.wire_dtype)
+        check_values(
+            self.name, payload.data, wire_sparse.count_of(numel, payload.level), self.wire_dtype
+        )
 
     def _take_(self, x: Tensor, level: Level, key: int, ranks: int = 1) -> Tensor:
         """Values as they travel, which are taken out of ``x``, all of which is finite."""
-        count = wire.count_of(x.numel(), level)
+        count = wire_sparse.count_of(x.numel(), level)
         values = subset.take_(x, count, key)
         if not self.unbiased and values.dtype == self.wire_dtype:
             return values
@@ -190,4 +194,4 @@ class RandomK(LinearCompressor, MultiLevel):
 
     def _nothing(self, x: Tensor, level: Level) -> Tensor:
         """What stands for a tensor that is not finite: NaN wherever, so that all ranks see it."""
-        return x.new_full((wire.count_of(x.numel(), level),), torch.nan, dtype=self.wire_dtype)
+        return x.new_full((wire_sparse.count_of(x.numel(), level),), torch.nan, dtype=self.wire_dtype)

@@ -1,7 +1,7 @@
 """Compressors that send a few elements: their positions and values.
 
 All of them send the largest elements; what differs is the rule for how many (see
-:class:`hvd_adaptive.kernels.Rule`).
+:class:`hvd_adaptive.kernels.SelectionRule`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hvd_adaptive import kernels, wire
+from hvd_adaptive import kernels
 from hvd_adaptive.compressors.base import (
     NO_CONTEXT,
     Float64s,
@@ -31,10 +31,11 @@ from hvd_adaptive.compressors.base import (
     Shape,
     check_input,
 )
-from hvd_adaptive.kernels import Rule
+from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.reference import INF, counts_from_above, dgc_count, redsync_count
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import ValueFormat, WireError
+from hvd_adaptive.wire import sparse as wire_sparse
 
 
 class SparseCompressor(GatheredCompressor, MultiLevel):
@@ -46,7 +47,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     remainder. Zeros are never sent.
     """
 
-    rule: ClassVar[Rule]
+    rule: ClassVar[SelectionRule]
     values: str
 
     selects = True
@@ -205,7 +206,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     @property
     @final
     def _count_varies(self) -> bool:
-        return self.rule in (Rule.redsync, Rule.threshold)
+        return self.rule in (SelectionRule.redsync, SelectionRule.threshold)
 
     @final
     def sizes(
@@ -230,8 +231,10 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         if self.format is ValueFormat.sign:
             found, bits = _positions(x, counts)
             rows = zip(found.tolist(), bits.tolist(), strict=True)
-            return np.array([wire.sparse_bytes(count, stream, self.format) for count, stream in rows])
-        return np.array([wire.max_sparse_bytes(numel, count, self.format) for count in counts])
+            return np.array(
+                [wire_sparse.sparse_bytes(count, stream, self.format) for count, stream in rows]
+            )
+        return np.array([wire_sparse.max_sparse_bytes(numel, count, self.format) for count in counts])
 
     @final
     def _counts(self, spectrum: _Spectrum, levels: Sequence[Level]) -> list[int]:
@@ -240,9 +243,9 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         if thresholds is not None:
             return spectrum.threshold_counts(thresholds)
         wanted = [self.count(spectrum.numel, level) for level in levels]
-        if self.rule is Rule.dgc:
+        if self.rule is SelectionRule.dgc:
             return spectrum.dgc_counts(wanted)
-        if self.rule is Rule.redsync:
+        if self.rule is SelectionRule.redsync:
             return spectrum.redsync_counts(wanted)
         return wanted
 
@@ -251,7 +254,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         """Upper bound, for the most that the rule may send; close to it if scattered."""
         del shape
         most = min(numel, self.rule.most(self.count(numel, level)))
-        return wire.max_sparse_bytes(numel, most, self.format)
+        return wire_sparse.max_sparse_bytes(numel, most, self.format)
 
 
 class DensityCompressor(SparseCompressor):
@@ -283,7 +286,7 @@ class DensityCompressor(SparseCompressor):
     @final
     def count(self, numel: int, level: Level) -> int:
         """The nearest number, but at least one."""
-        return wire.count_of(numel, level)
+        return wire_sparse.count_of(numel, level)
 
     @final
     def thresholds(self, levels: Sequence[Level]) -> None:
@@ -322,7 +325,7 @@ class TopK(DensityCompressor):
     values: str = "bf16"
 
     name = "topk"
-    rule = Rule.topk
+    rule = SelectionRule.topk
 
 
 @dataclass(frozen=True)
@@ -359,7 +362,7 @@ class GlobalTopK(DensityCompressor):
     values: str = "bf16"
 
     name = "globaltopk"
-    rule = Rule.topk
+    rule = SelectionRule.topk
     whole_model = True
 
 
@@ -397,7 +400,7 @@ class DGC(DensityCompressor):
     ramp: int = 0
 
     name = "dgc"
-    rule = Rule.dgc
+    rule = SelectionRule.dgc
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -445,7 +448,7 @@ class RedSync(DensityCompressor):
     values: str = "bf16"
 
     name = "redsync"
-    rule = Rule.redsync
+    rule = SelectionRule.redsync
 
 
 @dataclass(frozen=True)
@@ -477,7 +480,7 @@ class Threshold(SparseCompressor):
     values: str = "bf16"
 
     name = "threshold"
-    rule = Rule.threshold
+    rule = SelectionRule.threshold
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold < float("inf"):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive import rng, wire
+from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Request, Transport, nbytes_of
 from hvd_adaptive.compressors.base import (
@@ -37,6 +37,7 @@ from hvd_adaptive.compressors.base import (
 from hvd_adaptive.feedback import FeedbackState, split
 from hvd_adaptive.layers import Collective
 from hvd_adaptive.telemetry import Meter
+from hvd_adaptive.wire import frame as wire_frame
 
 Steps: TypeAlias = Generator[Request, Tensor, None]
 
@@ -341,10 +342,10 @@ class Exchange:
         codes, fine_here = self._encode(bucket, work)
         ranks = self._transport.size
         gathered = yield Request("allgather", _framed(codes, bucket, fine_here, ranks))
-        bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), ranks)
+        bodies, nonfinite = wire_frame.split_frames(gathered, bucket.index, len(bucket.layers), ranks)
         local = [each.clone() for each in work] if nonfinite else work
         marks = np.zeros(len(work), np.bool_)
-        by_rank = [wire.split_parts(body, len(bucket.parts)) for body in bodies]
+        by_rank = [wire_frame.split_parts(body, len(bucket.parts)) for body in bodies]
         for part, of_all in zip(bucket.parts, zip(*by_rank, strict=True), strict=True):
             marks[part.start : part.stop] = _gathered(part).decompress_layers_sum_(
                 of_all, work[part.start : part.stop], self._transport.scale
@@ -499,16 +500,16 @@ def _is_own_buffer(bucket: Bucket, grads: list[Tensor]) -> bool:
 
 def _room(bucket: Bucket) -> int:
     """Bytes in front of a part's codes: of the frame's header, where the part is alone."""
-    return wire.HEADER_BYTES if len(bucket.parts) == 1 else 0
+    return wire_frame.HEADER_BYTES if len(bucket.parts) == 1 else 0
 
 
 def _framed(codes: list[Tensor], bucket: Bucket, fine: npt.NDArray[np.bool_], ranks: int) -> Tensor:
     """One frame with the codes of all parts of the bucket, or what says that it is too large."""
-    size = wire.frame_bytes([code.numel() - _room(bucket) for code in codes])
-    if size > wire.MAX_GATHERED_BYTES // ranks:
-        return wire.too_large(size, bucket.index, len(bucket.layers))
-    frame = codes[0] if len(codes) == 1 else wire.join_parts(codes)
-    wire.write_header(frame, bucket.index, len(bucket.layers), nonfinite=not fine.all())
+    size = wire_frame.frame_bytes([code.numel() - _room(bucket) for code in codes])
+    if size > wire_frame.MAX_GATHERED_BYTES // ranks:
+        return wire_frame.too_large(size, bucket.index, len(bucket.layers))
+    frame = codes[0] if len(codes) == 1 else wire_frame.join_parts(codes)
+    wire_frame.write_header(frame, bucket.index, len(bucket.layers), nonfinite=not fine.all())
     return frame
 
 

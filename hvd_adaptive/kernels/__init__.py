@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.reference import Rule
+from hvd_adaptive.kernels.reference import SelectionRule
 from hvd_adaptive.wire import ValueFormat
 
-__all__ = ["Kernels", "Rule", "for_device", "rounding_for"]
+__all__ = ["Kernels", "SelectionRule", "for_device", "rounding_for"]
 
 
 class Kernels(Protocol):
@@ -34,7 +34,7 @@ class Kernels(Protocol):
         grads: Sequence[Tensor] | None = None,
         reserve: int = 0,
         spectra: npt.NDArray[np.int64] | None = None,
-        rule: Rule = Rule.topk,
+        rule: SelectionRule = SelectionRule.topk,
         thresholds: npt.NDArray[np.float32] | None = None,
         whole: bool = False,
     ) -> tuple[Tensor, npt.NDArray[np.float64]]:
@@ -77,7 +77,7 @@ class Kernels(Protocol):
         counts: npt.NDArray[np.int64],
         values: ValueFormat,
         reserve: int = 0,
-        rule: Rule = Rule.topk,
+        rule: SelectionRule = SelectionRule.topk,
         thresholds: npt.NDArray[np.float32] | None = None,
         whole: bool = False,
     ) -> tuple[Tensor, npt.NDArray[np.float64]]:

@@ -69,7 +69,7 @@ from hvd_adaptive.kernels.reference import (
     SAMPLE,
     SMALL,
     STRIDES,
-    Rule,
+    SelectionRule,
     check_bins,
     check_bodies,
     check_body,
@@ -81,21 +81,21 @@ from hvd_adaptive.kernels.reference import (
     check_thresholds,
     errors_from_spectrum,
 )
-from hvd_adaptive.wire import (
+from hvd_adaptive.wire import ValueFormat
+from hvd_adaptive.wire.sparse import (
     CODE_BLOCK,
     HEAD_BITS,
     HEAD_PARAMETER,
     HEAD_TEUHOLA,
     MAX_SCALE,
-    MAX_VARINT_BYTES,
     VALUE_BLOCK,
     Damage,
-    ValueFormat,
     damaged,
 )
+from hvd_adaptive.wire.varint import MAX_VARINT_BYTES
 
 __all__ = [
-    "Rule",
+    "SelectionRule",
     "errors_from_spectrum",
     "moments",
     "position_bits",
@@ -132,7 +132,7 @@ INF = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
 
 FP32, FP16, BF16, INT8, SIGN = (int(value) for value in ValueFormat)
-TOPK, THRESHOLD, DGC, REDSYNC = (int(rule) for rule in Rule)
+TOPK, THRESHOLD, DGC, REDSYNC = (int(rule) for rule in SelectionRule)
 NEAR, FAR = STRIDES
 
 TRUNCATED, OVERLONG, COUNT, FORMAT, PARAMETER, RUN, INDEX, LENGTH, PADDING, VALUE, TRAILING = (
@@ -554,7 +554,7 @@ def _value_bytes(count, value_format):
 
 @_kernel
 def _sparse_bound(numel, count, value_format):
-    """``wire.max_sparse_bytes`` (a test compares the two)."""
+    """``wire.sparse.max_sparse_bytes`` (a test compares the two)."""
     count = min(count, numel)
     if count <= 0:
         return 1
@@ -909,7 +909,7 @@ def sparse_compress_(
     grads: Sequence[Tensor] | None = None,
     reserve: int = 0,
     spectra: npt.NDArray[np.int64] | None = None,
-    rule: Rule = Rule.topk,
+    rule: SelectionRule = SelectionRule.topk,
     thresholds: npt.NDArray[np.float32] | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
@@ -941,7 +941,17 @@ def sparse_compress_(
     # Every layer is added and measured by itself first: one that is not finite must stay as it was.
     none = np.zeros(layers, np.int64)
     _compress_layers(
-        start, offsets, none, int(Rule.topk), none, addresses, how, out, stats, spectra_address, work
+        start,
+        offsets,
+        none,
+        int(SelectionRule.topk),
+        none,
+        addresses,
+        how,
+        out,
+        stats,
+        spectra_address,
+        work,
     )
     if stats[:, 3].any():
         buffer[reserve] = 1
@@ -1682,7 +1692,7 @@ def sparse_recompress_(
     counts: npt.NDArray[np.int64],
     values: ValueFormat,
     reserve: int = 0,
-    rule: Rule = Rule.topk,
+    rule: SelectionRule = SelectionRule.topk,
     thresholds: npt.NDArray[np.float32] | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:

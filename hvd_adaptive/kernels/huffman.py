@@ -49,8 +49,8 @@ from hvd_adaptive.wire.quantized import (
     Damage,
     Float32s,
     Norm,
+    QuantizationRule,
     Rounding,
-    Rule,
     Tables,
     alphabet_of,
     damaged,
@@ -422,7 +422,11 @@ class _Packed:
 
     @classmethod
     def of(
-        cls, body: npt.NDArray[np.uint8], numels: npt.NDArray[np.int64], rule: Rule, tables: Tables
+        cls,
+        body: npt.NDArray[np.uint8],
+        numels: npt.NDArray[np.int64],
+        rule: QuantizationRule,
+        tables: Tables,
     ) -> _Packed:
         """Walk along the layers of ``body``, which begin at its first byte."""
         headers, starts, position = [], [], 0
@@ -487,7 +491,7 @@ def _code_for(
 
 
 def shrink(
-    body: Tensor, numels: npt.NDArray[np.int64], rule: Rule, tables: Tables
+    body: Tensor, numels: npt.NDArray[np.int64], rule: QuantizationRule, tables: Tables
 ) -> tuple[Tensor, dict[int, bytes]]:
     """Huffman-code the layers for which that takes fewer bytes.
 
@@ -557,7 +561,9 @@ def _ideal_bits(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return -np.log2(np.where(shares > 0, shares, 1.0))
 
 
-def read_books(data: npt.NDArray[np.uint8], rule: Rule) -> tuple[Tables, dict[int, Code], int]:
+def read_books(
+    data: npt.NDArray[np.uint8], rule: QuantizationRule
+) -> tuple[Tables, dict[int, Code], int]:
     """The books at the front of a body.
 
     Args:
@@ -626,7 +632,7 @@ def expand(
     body: Tensor,
     start: int,
     numels: Sequence[int],
-    rule: Rule,
+    rule: QuantizationRule,
     tables: Tables,
     codes: Mapping[int, Code],
 ) -> Tensor:
@@ -671,7 +677,7 @@ def _layer_size(
     data: npt.NDArray[np.uint8],
     position: int,
     numel: int,
-    rule: Rule,
+    rule: QuantizationRule,
     tables: Tables,
     codes: Mapping[int, Code],
 ) -> tuple[int, Damage]:
@@ -729,7 +735,7 @@ class _Decoder:
 
 def warm() -> None:
     """Call every kernel once on a few elements, so that Numba's cache holds them."""
-    rule = Rule(Norm.max, Rounding.uniform)
+    rule = QuantizationRule(Norm.max, Rounding.uniform)
     x, one_layer = torch.zeros(4000), np.array([0, 4000])
     body, _ = quantize_compress_(x, one_layer, np.array([2]), rule, rule.tables)
     layers, codes = shrink(body, np.array([4000]), rule, rule.tables)

@@ -59,8 +59,8 @@ from hvd_adaptive.wire.quantized import (
     TRITS,
     Damage,
     Norm,
+    QuantizationRule,
     Rounding,
-    Rule,
     Tables,
     damaged,
     layer_bytes,
@@ -554,7 +554,7 @@ class _Work(threading.local):
 _work = _Work()
 
 
-def _rule(rule: Rule) -> tuple[int, int, int, float]:
+def _rule(rule: QuantizationRule) -> tuple[int, int, int, float]:
     return rule.block, int(rule.norm), int(rule.rounding), float(rule.clip)
 
 
@@ -562,7 +562,7 @@ def quantize_compress_(
     x: Tensor,
     offsets: npt.NDArray[np.int64],
     bits: npt.NDArray[np.int64],
-    rule: Rule,
+    rule: QuantizationRule,
     tables: Tables,
     grads: Sequence[Tensor] | None = None,
     keys: npt.NDArray[np.uint64] | None = None,
@@ -696,7 +696,12 @@ def _add_layers(body, start, size, outs, numels, scale, rule, levels, alphabets,
 
 
 def quantize_decompress_add_(
-    body: Tensor, start: int, outs: Sequence[Tensor], scale: float, rule: Rule, tables: Tables
+    body: Tensor,
+    start: int,
+    outs: Sequence[Tensor],
+    scale: float,
+    rule: QuantizationRule,
+    tables: Tables,
 ) -> npt.NDArray[np.uint8]:
     """See :func:`hvd_adaptive.kernels.quantize_reference.quantize_decompress_add_`; without the GIL."""
     numels = np.array(check_outs(body, outs), np.int64)
@@ -780,7 +785,9 @@ def _weigh(x, n, rule, squared, norms, weights, bins, work):
     return beyond
 
 
-def norm_histogram(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
+def norm_histogram(
+    x: Tensor, rule: QuantizationRule, *, squared: bool
+) -> tuple[npt.NDArray[np.float64], float]:
     """See :func:`hvd_adaptive.kernels.quantize_reference.norm_histogram`. Releases the GIL."""
     weights, bins = np.zeros(WEIGHT_BINS), np.empty(rule.block, np.uint32)
     norms = np.empty(rule.norm_bytes(x.numel()) + SLACK, np.uint8)
@@ -837,7 +844,7 @@ def warm() -> None:
     x = torch.ones(16)
     offsets, bits = np.array([0, 16]), np.array([2])
     tables = Tables({2: [0.0, 1.0]})
-    rule = Rule(Norm.max, Rounding.uniform)
+    rule = QuantizationRule(Norm.max, Rounding.uniform)
     body, _ = quantize_compress_(x, offsets, bits, rule, tables, [torch.ones(16)])
     quantize_decompress_add_(body, 0, [torch.zeros(16)], 1.0, rule, tables)
     weights, _ = norm_histogram(x, rule, squared=True)

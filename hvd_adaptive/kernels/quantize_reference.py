@@ -30,8 +30,8 @@ from hvd_adaptive.wire.quantized import (
     TRITS,
     Damage,
     Norm,
+    QuantizationRule,
     Rounding,
-    Rule,
     Tables,
     damaged,
     packed_bytes,
@@ -96,7 +96,7 @@ def _totals(rows: Tensor) -> Tensor:
     return rows[:, 0]
 
 
-def _norms(rows: Tensor, sizes: Tensor, rule: Rule) -> Tensor:
+def _norms(rows: Tensor, sizes: Tensor, rule: QuantizationRule) -> Tensor:
     """float32 of shape (blocks, norms of a block)."""
     wide = rows.double()
     top = rows.abs().amax(1)
@@ -185,7 +185,7 @@ def _shares(rows: Tensor, norms: Tensor) -> Tensor:
     return (rows / torch.where(norms > 0, norms, 1.0)).clamp(-1, 1)
 
 
-def _round(shares: Tensor, random: Tensor, rule: Rule, levels: Tensor) -> Tensor:
+def _round(shares: Tensor, random: Tensor, rule: QuantizationRule, levels: Tensor) -> Tensor:
     """The codes: one of the two levels around a share, so that the expectation is the share."""
     top = (len(levels) - 1) // 2
     if rule.rounding is Rounding.sign:
@@ -200,7 +200,7 @@ def _round(shares: Tensor, random: Tensor, rule: Rule, levels: Tensor) -> Tensor
     return lower + (random < part)
 
 
-def _decoded(codes: Tensor, norms: Tensor, rule: Rule, levels: Tensor) -> Tensor:
+def _decoded(codes: Tensor, norms: Tensor, rule: QuantizationRule, levels: Tensor) -> Tensor:
     """What codes, in rows of a block, decode to."""
     if rule.norm is Norm.sides:
         return torch.where(codes > 0, norms[:, 1:], -norms[:, :1])
@@ -242,7 +242,7 @@ def unpack(data: Tensor, bits: int, alphabet: int) -> Tensor:
 
 
 def _compress_layer_(
-    x: Tensor, bits: int, rule: Rule, tables: Tables, key: int
+    x: Tensor, bits: int, rule: QuantizationRule, tables: Tables, key: int
 ) -> tuple[list[Tensor], float, float]:
     """Code a finite ``x``, leave the remainder: (parts, its energy, energy sent)."""
     levels = torch.from_numpy(tables.signed(bits)).to(x.device)
@@ -268,7 +268,7 @@ def quantize_compress_(
     x: Tensor,
     offsets: npt.NDArray[np.int64],
     bits: npt.NDArray[np.int64],
-    rule: Rule,
+    rule: QuantizationRule,
     tables: Tables,
     grads: Sequence[Tensor] | None = None,
     keys: npt.NDArray[np.uint64] | None = None,
@@ -312,7 +312,7 @@ def quantize_compress_(
         ValueError: the arguments do not fit together.
 
     Example:
-        >>> rule = Rule(Norm.max, Rounding.uniform, block=4)
+        >>> rule = QuantizationRule(Norm.max, Rounding.uniform, block=4)
         >>> x, out = torch.tensor([1.0, -4.0, 0.0, 3.0]), torch.zeros(4)
         >>> one_layer, bits = np.array([0, 4]), np.array([2])
         >>> body, stats = quantize_compress_(x, one_layer, bits, rule, rule.tables)
@@ -355,7 +355,9 @@ class _FoundError(Exception):
         self.damage, self.position = damage, position
 
 
-def _checked_codes(data: Tensor, numel: int, bits: int, rule: Rule, tables: Tables, at: int) -> Tensor:
+def _checked_codes(
+    data: Tensor, numel: int, bits: int, rule: QuantizationRule, tables: Tables, at: int
+) -> Tensor:
     """The codes of a layer whose packed bytes are ``data``, at byte ``at`` of the body."""
     alphabet = int(tables.alphabets[bits])
     codes = unpack(data, bits, alphabet)
@@ -373,7 +375,7 @@ def _checked_codes(data: Tensor, numel: int, bits: int, rule: Rule, tables: Tabl
 
 
 def _decode_layer(
-    body: Tensor, position: int, numel: int, rule: Rule, tables: Tables
+    body: Tensor, position: int, numel: int, rule: QuantizationRule, tables: Tables
 ) -> tuple[Tensor | None, int]:
     """(decoded values, or None where the layer was not finite; next position)."""
     if position >= body.numel():
@@ -400,7 +402,12 @@ def _decode_layer(
 
 
 def quantize_decompress_add_(
-    body: Tensor, start: int, outs: Sequence[Tensor], scale: float, rule: Rule, tables: Tables
+    body: Tensor,
+    start: int,
+    outs: Sequence[Tensor],
+    scale: float,
+    rule: QuantizationRule,
+    tables: Tables,
 ) -> npt.NDArray[np.uint8]:
     """Add ``scale`` times every decoded value; a layer marked nonfinite becomes NaN.
 
@@ -446,7 +453,9 @@ def quantize_decompress_add_(
 # --- expectations --------------------------------------------------------------------------------
 
 
-def norm_histogram(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray[np.float64], float]:
+def norm_histogram(
+    x: Tensor, rule: QuantizationRule, *, squared: bool
+) -> tuple[npt.NDArray[np.float64], float]:
     """A histogram of ``|x| / norm``, from which :func:`expected_error_at` takes errors.
 
     Args:
@@ -460,7 +469,8 @@ def norm_histogram(x: Tensor, rule: Rule, *, squared: bool) -> tuple[npt.NDArray
         what is above its norm; that is NaN where ``x`` is not finite.
 
     Example:
-        >>> weights, _ = weigh(torch.tensor([2.0, 1.0]), Rule(Norm.max, Rounding.uniform), squared=True)
+        >>> rule = QuantizationRule(Norm.max, Rounding.uniform)
+        >>> weights, _ = norm_histogram(torch.tensor([2.0, 1.0]), rule, squared=True)
         >>> weights[-1], weights.sum()
         (np.float64(4.0), np.float64(8.0))
     """
@@ -507,11 +517,11 @@ def expected_from_weights(
         The squared error, and the weight that each level gets of magnitudes: ``float64[levels]``.
 
     Example:
-        >>> signed, rule = np.array([-1, 0, 1], np.float32), Rule(Norm.l2, Rounding.uniform)
-        >>> weights, _ = weigh(torch.ones(100) / 2, rule, squared=True)
+        >>> signed, rule = np.array([-1, 0, 1], np.float32), QuantizationRule(Norm.l2, Rounding.uniform)
+        >>> weights, _ = norm_histogram(torch.ones(100) / 2, rule, squared=True)
         >>> round(expected_from_weights(weights, signed)[0], 1)
         225.0
-        >>> weights, _ = weigh(torch.ones(100) / 2, rule, squared=False)
+        >>> weights, _ = norm_histogram(torch.ones(100) / 2, rule, squared=False)
         >>> expected_from_weights(weights, signed)[1].round(1).tolist()
         [0.0, 90.0, 10.0]
     """

@@ -19,20 +19,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.wire import (
+from hvd_adaptive.wire import ValueFormat
+from hvd_adaptive.wire.sparse import (
     CODE_BLOCK,
     HEAD_BITS,
     HEAD_PARAMETER,
     HEAD_TEUHOLA,
     MAX_NUMEL,
     MAX_SCALE,
-    MAX_VARINT_BYTES,
     VALUE_BLOCK,
     Damage,
-    ValueFormat,
     damaged,
-    write_varint,
 )
+from hvd_adaptive.wire.varint import MAX_VARINT_BYTES, write_varint
 
 BINS = 1 << 15
 """Bins of the spectrum: one for each exponent and upper 7 bits of the mantissa."""
@@ -58,7 +57,7 @@ CANCELLED = 2.0**-22
 # --- the rules -----------------------------------------------------------------------------------
 
 
-class Rule(enum.IntEnum):
+class SelectionRule(enum.IntEnum):
     """How a layer's elements are selected: always the largest; what differs is how many of them.
 
     * ``topk``: exactly ``k``.
@@ -83,10 +82,10 @@ class Rule(enum.IntEnum):
         """The most elements that are sent where ``count`` were asked for.
 
         Example:
-            >>> [rule.most(100) for rule in Rule]
+            >>> [rule.most(100) for rule in SelectionRule]
             [100, 100, 100, 200]
         """
-        return 2 * count if self is Rule.redsync else count
+        return 2 * count if self is SelectionRule.redsync else count
 
 
 def dgc_floor(sampled: npt.NDArray[np.int64], numel: int, k: int) -> int:
@@ -246,11 +245,11 @@ def _check_grads(x: Tensor, sizes: Sequence[int], grads: Sequence[Tensor]) -> No
 
 
 def check_thresholds(
-    rule: Rule, thresholds: npt.NDArray[np.float32] | None, layers: int
+    rule: SelectionRule, thresholds: npt.NDArray[np.float32] | None, layers: int
 ) -> npt.NDArray[np.int64]:
     """The thresholds as bits, at least 1 so that no zero reaches them."""
-    if (thresholds is not None) != (rule == Rule.threshold):
-        raise ValueError(f"thresholds belong to Rule.threshold and to no other, got {rule!r}")
+    if (thresholds is not None) != (rule == SelectionRule.threshold):
+        raise ValueError(f"thresholds belong to SelectionRule.threshold and to no other, got {rule!r}")
     if thresholds is None:
         return np.ones(layers, np.int64)
     thresholds = np.ascontiguousarray(thresholds, dtype=np.float32)
@@ -462,7 +461,7 @@ def _unpack(data: Tensor) -> Tensor:
     return ((data.unsqueeze(1) >> shifts) & 1).view(-1)
 
 
-def _select(x: Tensor, k: int, rule: Rule, floor: int) -> Tensor:
+def _select(x: Tensor, k: int, rule: SelectionRule, floor: int) -> Tensor:
     """The rising indices of what a rule sends of a finite vector; ``floor``: the threshold's bits."""
     magnitudes = _magnitudes(x)
     nonzeros = int((magnitudes > 0).sum())
@@ -472,11 +471,11 @@ def _select(x: Tensor, k: int, rule: Rule, floor: int) -> Tensor:
         return int((magnitudes >= bits).sum())
 
     count = k
-    if rule == Rule.threshold:
+    if rule == SelectionRule.threshold:
         count = min(k, reaching(floor))
-    elif rule == Rule.dgc:
+    elif rule == SelectionRule.dgc:
         count = dgc_count(counts_from_above(sample_spectrum(x)), x.numel(), k, reaching)
-    elif rule == Rule.redsync and 0 < k < nonzeros:
+    elif rule == SelectionRule.redsync and 0 < k < nonzeros:
         mean = float(np.float32(float(x.double().abs().sum()) / x.numel()))
         count = redsync_count(k, mean, float(x.abs().max()), lambda b: reaching(b << 16))
     order = torch.sort(magnitudes, descending=True, stable=True).indices
@@ -511,13 +510,13 @@ def sparse_compress_(
     grads: Sequence[Tensor] | None = None,
     reserve: int = 0,
     spectra: npt.NDArray[np.int64] | None = None,
-    rule: Rule = Rule.topk,
+    rule: SelectionRule = SelectionRule.topk,
     thresholds: npt.NDArray[np.float32] | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """Add the gradients, take the largest elements of each layer out of ``x``, and encode them.
 
-    How many are sent is the :class:`Rule`'s decision, but never a zero. What is not sent stays in
+    How many are sent is up to the :class:`SelectionRule`, but never a zero. What is not sent stays in
     ``x``: 0 where a value travelled exactly, its rounding error otherwise, so that payload + remainder
     is what ``x`` was. Biased.
 
@@ -528,7 +527,7 @@ def sparse_compress_(
 
     Source: exact selection by a histogram of float bits, in the place of the sort of Aji and
     Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), section 3; those of
-    the other rules stand with :class:`Rule`.
+    the other rules stand with :class:`SelectionRule`.
 
     Args:
         x: float32, 1-D, contiguous; layer ``l`` is ``x[offsets[l]:offsets[l + 1]]``.
@@ -538,11 +537,11 @@ def sparse_compress_(
         grads: one contiguous float32 tensor a layer, of any shape with as many elements, on the
             device of ``x``; None adds nothing.
         reserve: bytes to leave free, with whatever they hold, in front of the body (for
-            :func:`hvd_adaptive.wire.write_header`).
+            :func:`hvd_adaptive.wire.frame.write_header`).
         spectra: ``int64[L, 32768]``: the :func:`spectrum` of each finite layer, gradient included, is
             added to its row in the same pass; None counts nothing.
         rule: how many to send, given ``counts``.
-        thresholds: ``float32[L]``, 0 or more: for ``Rule.threshold``, None for all others.
+        thresholds: ``float32[L]``, 0 or more: for ``SelectionRule.threshold``, None for all others.
         whole: the layers are one vector, and the body is one layer over all of them; ``counts`` and
             ``thresholds`` then have one entry.
 
@@ -886,7 +885,7 @@ def sparse_recompress_(
     counts: npt.NDArray[np.int64],
     values: ValueFormat,
     reserve: int = 0,
-    rule: Rule = Rule.topk,
+    rule: SelectionRule = SelectionRule.topk,
     thresholds: npt.NDArray[np.float32] | None = None,
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
@@ -907,7 +906,7 @@ def sparse_recompress_(
         values: how values travel, in the old body and the new.
         reserve: bytes to leave free in front of the new body.
         rule: how many to send, given ``counts``.
-        thresholds: ``float32[L]``, 0 or more: for ``Rule.threshold``, None for all others.
+        thresholds: ``float32[L]``, 0 or more: for ``SelectionRule.threshold``, None for all others.
         whole: the body is one layer over all of ``x``'s; ``counts`` has one entry.
 
     Returns:
@@ -1169,7 +1168,7 @@ def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.in
     if not bool(x.isfinite().all()):
         return table
     for row, count in zip(table, counts.tolist(), strict=True):
-        indices = _select(x.view(-1), count, Rule.topk, 1)
+        indices = _select(x.view(-1), count, SelectionRule.topk, 1)
         _, blocks, sizes = _gap_blocks(indices)
         row[:] = len(indices), int(_heads(blocks, sizes)[1].sum())
     return table
