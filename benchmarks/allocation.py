@@ -33,7 +33,7 @@ from torch import Tensor
 import cells
 import report
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of
-from hvd_adaptive.adaptation.controller import SAMPLES, label, link_bytes, nominal_factor
+from hvd_adaptive.adaptation.controller import SAMPLES, label, link_bytes
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.compressors.sparse import DensityCompressor
@@ -177,7 +177,10 @@ def table_for(rows: Sequence[Row], sampled: Sequence[Gradients]) -> Table:
         [[label(each) for each in row.candidates] for row in rows],
         [row.default for row in rows],
         [row.layer.nbytes for row in rows],
-        factors=[[nominal_factor(each, row.layer) for each in row.candidates] for row in rows],
+        factors=[
+            [each.compressor.nominal_factor(each.level, row.layer) for each in row.candidates]
+            for row in rows
+        ],
     )
 
 

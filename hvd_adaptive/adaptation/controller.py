@@ -319,7 +319,8 @@ class AdaptationController:
             [row.default for row in rows],
             [row.dense_link_bytes for row in rows],
             factors=[
-                [nominal_factor(candidate, row.layer) for candidate in row.candidates] for row in rows
+                [each.compressor.nominal_factor(each.level, row.layer) for each in row.candidates]
+                for row in rows
             ],
         )
 
@@ -692,14 +693,6 @@ def on_link(payload: float, collective: Collective, ranks: int) -> float:
     if collective is Collective.GATHER:
         return float(payload) * (ranks - 1)
     return payload * 2 * (ranks - 1) / ranks
-
-
-def nominal_factor(candidate: Candidate, layer: Layer) -> float:
-    """Compression factor as the papers count it: 100 for a density of 1 %, 8 for 4 bits."""
-    if hasattr(candidate.compressor, "density"):
-        return 1.0 / float(candidate.level)
-    payload = candidate.compressor.wire_bytes(layer.numel, candidate.level, shape=layer.shape)
-    return layer.nbytes / max(1, payload)
 
 
 def check_per_rank_levels(

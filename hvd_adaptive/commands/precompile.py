@@ -13,7 +13,7 @@ import torch
 from hvd_adaptive import compressors
 from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
-from hvd_adaptive.kernels import cpu
+from hvd_adaptive.kernels import for_device
 from hvd_adaptive.planning import knapsack
 
 _OPTIONS = ("alq:coding=huffman", "redsync:values=sign")
@@ -25,7 +25,7 @@ def warm() -> float:
     start = time.perf_counter()
     for name in (*compressors.REGISTRY, *_OPTIONS):
         _use(compressors.parse(name))
-    cpu.sample_spectrum(torch.ones(64))
+    for_device(torch.device("cpu")).sparse.sample_spectrum(torch.ones(64))
     for solve in (knapsack.min_cost, knapsack.min_error):
         solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
     return time.perf_counter() - start

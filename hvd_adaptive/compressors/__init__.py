@@ -1,6 +1,6 @@
 """The compressors, by name.
 
-A new member is one class and one row of ``REGISTRY``.
+A new member is one class and one row of :class:`Compression`, from which ``REGISTRY`` is made.
 """
 
 from __future__ import annotations
@@ -38,34 +38,12 @@ from hvd_adaptive.compressors.quantized import (
 from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 
-REGISTRY: dict[str, type[Compressor]] = {
-    member.name: member
-    for member in (
-        NoCompression,
-        Float16,
-        BFloat16,
-        TopK,
-        GlobalTopK,
-        Threshold,
-        DGC,
-        RedSync,
-        RandomK,
-        PowerSGD,
-        QSGD,
-        QSGDInf,
-        NUQSGD,
-        Natural,
-        TernGrad,
-        SignSGD,
-        OneBit,
-        ALQ,
-        AMQ,
-    )
-}
-
 
 class Compression:
-    """The compressors as attributes: ``Compression.fp16``, ``Compression.topk(density=0.01)``."""
+    """The compressors as attributes: ``Compression.fp16``, ``Compression.topk(density=0.01)``.
+
+    The rows of :data:`REGISTRY`: each member stands here under its ``name``.
+    """
 
     none = NoCompression
     fp16 = Float16
@@ -86,6 +64,12 @@ class Compression:
     onebit = OneBit
     alq = ALQ
     amq = AMQ
+
+
+REGISTRY: dict[str, type[Compressor]] = {
+    name: member for name, member in vars(Compression).items() if isinstance(member, type)
+}
+"""The compressors by name, in the order of :class:`Compression`."""
 
 
 def parse(spec: str | Compressor | type[Compressor]) -> Compressor:

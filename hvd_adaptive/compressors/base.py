@@ -251,6 +251,14 @@ class Compressor(ABC):
         """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it, unless
         ``size_varies``)."""
 
+    def nominal_factor(self, level: Level, layer: Layer) -> float:
+        """The compression factor as the papers count it: 8 for 4 bits.
+
+        For sparsifiers it is 100 at a density of 1 %, which counts elements and not the bytes of their
+        positions.
+        """
+        return layer.nbytes / max(1, self.wire_bytes(layer.numel, level, shape=layer.shape))
+
     @property
     def size_varies(self) -> bool:
         """True if the data decide how many bytes a level sends: then :meth:`sizes` tells them."""

@@ -36,7 +36,7 @@ from hvd_adaptive.compressors.base import (
     check_input,
 )
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
-from hvd_adaptive.kernels import rounding_for
+from hvd_adaptive.kernels import for_device
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
 from hvd_adaptive.wire.quantized import (
@@ -71,7 +71,7 @@ class Quantizer(GatheredCompressor):
         return self.rule.rounding is Rounding.sign or self.rule.norm is Norm.clipped
 
     @property
-    def shrinks(self) -> bool:
+    def entropy_coded(self) -> bool:
         """Whether codes are Huffman-coded."""
         return False
 
@@ -104,17 +104,17 @@ class Quantizer(GatheredCompressor):
             _observe(state, batch)
         books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
         front = quantized.write_books(books if self.rule.carried else [])
-        room = reserve + (0 if self.shrinks else len(front))
-        body, stats = rounding_for(batch.x.device).quantize_compress_(
+        room = reserve + (0 if self.entropy_coded else len(front))
+        body, stats = for_device(batch.x.device).quantized.compress_(
             batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room
         )
-        if self.shrinks:
-            body = self._shrunk(body[room:], np.diff(batch.offsets), tables, books, reserve)
+        if self.entropy_coded:
+            body = self._coded(body[room:], np.diff(batch.offsets), tables, books, reserve)
         else:
             body[reserve:room] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
         return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 2] != 0)
 
-    def _shrunk(
+    def _coded(
         self,
         layers: Tensor,
         numels: npt.NDArray[np.int64],
@@ -123,15 +123,14 @@ class Quantizer(GatheredCompressor):
         reserve: int,
     ) -> Tensor:
         """Huffman-code the layers and put their books in front."""
-        from hvd_adaptive.kernels import huffman
-
-        shrunk, codes = huffman.shrink(layers.cpu(), numels, self.rule, tables)
+        host = layers.cpu()
+        streams, codes = for_device(host.device).entropy.encode(host, numels, self.rule, tables)
         for book in books:
             book.magnitudes = book.magnitudes if self.rule.carried else None
             book.huffman = codes.get(book.bits)
         used = [book for book in books if self.rule.carried or book.huffman is not None]
         front = bytearray(reserve) + quantized.write_books(used)
-        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), shrunk]).to(layers.device)
+        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), streams]).to(layers.device)
 
     def decompress_layers_add_(
         self, body: Tensor, outs: Sequence[Tensor], scale: float
@@ -141,9 +140,9 @@ class Quantizer(GatheredCompressor):
         When a WireError is raised, layers and blocks before the damage may have been added.
         """
         tables, start, body = self._opened(body, [out.numel() for out in outs])
-        kernels = rounding_for(body.device)
-        marks = kernels.quantize_decompress_add_(body, start, outs, scale, self.rule, tables)
-        return cast(npt.NDArray[np.uint8], marks).astype(np.bool_)
+        kernels = for_device(body.device).quantized
+        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables)
+        return marks.astype(np.bool_)
 
     def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
         """The tables of a body, where its layers begin, and the body with its codes packed."""
@@ -151,13 +150,12 @@ class Quantizer(GatheredCompressor):
             raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}{tuple(body.shape)}")
         if body.numel() and not self.rule.carried and not body[0]:
             return self.rule.tables, 1, body
-        from hvd_adaptive.kernels import huffman
-
         data = body.cpu()
-        tables, codes, start = huffman.read_books(data.numpy(), self.rule)
+        entropy = for_device(data.device).entropy
+        tables, codes, start = entropy.read_books(data.numpy(), self.rule)
         if not codes:
             return tables, start, body
-        packed = huffman.expand(data, start, numels, self.rule, tables, codes)
+        packed = entropy.decode(data, start, numels, self.rule, tables, codes)
         return tables, 0, packed.to(body.device)
 
     def errors(
@@ -180,15 +178,15 @@ class Quantizer(GatheredCompressor):
             error = max(0.0, float(stats.energy[0] - stats.sent[0]))
             return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
         tables = self.tables(bits, context.state)
-        kernels = rounding_for(x.device)
+        kernels = for_device(x.device).quantized
         weights, beyond = kernels.norm_histogram(x, self.rule, squared=True)
         errors, _ = kernels.expected_error_at(weights, tables, bits)
-        return cast(Float64s, errors + beyond)
+        return errors + beyond
 
     @property
     def size_varies(self) -> bool:
         """Where codes are Huffman-coded."""
-        return self.shrinks
+        return self.entropy_coded
 
     def sizes(
         self,
@@ -207,7 +205,7 @@ class Quantizer(GatheredCompressor):
         if not self.size_varies:
             return super().sizes(x, levels, context)
         check_input(x)
-        kernels, numel = rounding_for(x.device), x.numel()
+        kernels, numel = for_device(x.device).quantized, x.numel()
         bits = [self._bits(level) for level in levels]
         tables = self.tables(bits, context.state)
         most = [self._packed_body(numel, width, int(tables.alphabets[width])) for width in bits]
@@ -221,12 +219,11 @@ class Quantizer(GatheredCompressor):
 
     def _saved(self, counts: Float64s, bits: int, numel: int) -> int:
         """Bytes that Huffman coding takes off packed codes whose magnitudes occur so often."""
-        from hvd_adaptive.kernels import huffman
-
+        entropy = for_device(torch.device("cpu")).entropy
         even = (counts + counts[::-1]) / 2  # the signs
         # the length of the stream; and where no table travels, the first byte of a book
         front = 4 + (0 if self.rule.carried else 1)
-        coded = front + huffman.expected_bytes(even, numel)
+        coded = front + entropy.expected_bytes(even, numel)
         return max(0, quantized.packed_bytes(numel, bits, counts.size) - coded)
 
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
@@ -302,7 +299,7 @@ class _Random(Quantizer):
         return self.bits
 
     @property
-    def shrinks(self) -> bool:
+    def entropy_coded(self) -> bool:
         """Whether codes are Huffman-coded."""
         return self.coding == "huffman"
 
@@ -486,7 +483,7 @@ class TernGrad(Quantizer):
             raise ValueError(f"terngrad: clip is 0 or a number of deviations, got {self.clip}")
 
     @property
-    def shrinks(self) -> bool:
+    def entropy_coded(self) -> bool:
         """Whether codes are Huffman-coded."""
         return self.coding == "huffman"
 
@@ -705,7 +702,7 @@ class ALQ(_Learned):
     @property
     def with_zero(self) -> bool:
         """The option, or whether codes are Huffman-coded."""
-        return self.shrinks if self.zero == "auto" else self.zero == "true"
+        return self.entropy_coded if self.zero == "auto" else self.zero == "true"
 
     @property
     def first_levels(self) -> Literal["uniform", "exponential"]:

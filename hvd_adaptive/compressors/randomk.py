@@ -24,7 +24,7 @@ from hvd_adaptive.compressors.base import (
     check_input,
     check_values,
 )
-from hvd_adaptive.kernels import subset
+from hvd_adaptive.kernels import for_device
 from hvd_adaptive.layers import Collective, Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import sparse as wire_sparse
@@ -38,7 +38,7 @@ class RandomK(LinearCompressor, MultiLevel):
 
     Each step draws a new set, of which all ranks know the key (seed, step, layer). All elements are
     equally likely; in layers of 131,072 elements and more, neighbours are drawn together, up to 64
-    (:func:`hvd_adaptive.kernels.subset.run_length`), because memory is slow where it is read at random.
+    (:func:`hvd_adaptive.kernels.orders.run_length`), because memory is slow where it is read at random.
     Biased, and used with error feedback; ``unbiased=true`` scales the values by ``1 / density``
     instead, and needs no feedback. Contraction: ``E |x - C(x)|^2 = (1 - density) |x|^2``. Cost: one
     read of the tensor, and some nanoseconds an element sent. Wire: one value an element, summed by
@@ -101,6 +101,11 @@ class RandomK(LinearCompressor, MultiLevel):
         steps = (self.density * step / 10 for step in range(100, 0, -1))
         return tuple(dict.fromkeys(min(1.0, density) for density in steps))
 
+    def nominal_factor(self, level: Level, layer: Layer) -> float:
+        """One over the density."""
+        del layer
+        return 1.0 / float(level)
+
     def rounds(self, batch: LinearBatch) -> Rounds:
         """One round with the values of all layers."""
         reduced = yield [
@@ -108,7 +113,7 @@ class RandomK(LinearCompressor, MultiLevel):
             for x, level, key in zip(batch.x, batch.levels, batch.keys, strict=True)
         ]
         for key, values, out in zip(batch.keys, reduced, batch.outs, strict=True):
-            subset.add_(out.zero_(), values.to(out.dtype), int(key))
+            for_device(out.device).subset.add_(out.zero_(), values.to(out.dtype), int(key))
             if not all_finite(values):
                 out.fill_(torch.nan)
 
@@ -128,7 +133,7 @@ class RandomK(LinearCompressor, MultiLevel):
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Scatter-add."""
         self._check(payload, out.numel())
-        subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
+        for_device(out.device).subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
 
     def recompress_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
@@ -138,9 +143,11 @@ class RandomK(LinearCompressor, MultiLevel):
         kept = payload.data[:fewer].clone()
         if self.unbiased:
             kept = self._rounded(values[:fewer] * (values.numel() / max(1, fewer)))
-            subset.add_(x, torch.cat([values[:fewer] - kept, values[fewer:]]), payload.key)
+            for_device(x.device).subset.add_(
+                x, torch.cat([values[:fewer] - kept, values[fewer:]]), payload.key
+            )
         else:
-            subset.add_(x, values, payload.key, skip=fewer)
+            for_device(x.device).subset.add_(x, values, payload.key, skip=fewer)
         return Payload(kept, payload.numel, level, payload.key, payload.shape)
 
     def errors(
@@ -179,12 +186,12 @@ class RandomK(LinearCompressor, MultiLevel):
     def _take_(self, x: Tensor, level: Level, key: int, ranks: int = 1) -> Tensor:
         """Values as they travel, which are taken out of ``x``, all of which is finite."""
         count = wire_sparse.count_of(x.numel(), level)
-        values = subset.take_(x, count, key)
+        values = for_device(x.device).subset.take_(x, count, key)
         if not self.unbiased and values.dtype == self.wire_dtype:
             return values
         scaled = values * (x.numel() / max(1, count)) if self.unbiased else values
         sent = self._rounded(scaled, ranks)
-        subset.add_(x, values - sent, key)
+        for_device(x.device).subset.add_(x, values - sent, key)
         return sent
 
     def _rounded(self, values: Tensor, ranks: int = 1) -> Tensor:

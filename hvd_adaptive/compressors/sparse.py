@@ -32,7 +32,13 @@ from hvd_adaptive.compressors.base import (
     check_input,
 )
 from hvd_adaptive.kernels import SelectionRule
-from hvd_adaptive.kernels.reference import INF, counts_from_above, dgc_count, redsync_count
+from hvd_adaptive.kernels.floats import INF
+from hvd_adaptive.kernels.selection import (
+    counts_from_above,
+    dgc_count,
+    errors_from_spectrum,
+    redsync_count,
+)
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import ValueFormat, WireError
 from hvd_adaptive.wire import sparse as wire_sparse
@@ -93,7 +99,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
         counts, thresholds = self._selection(batch.offsets, batch.levels)
-        body, stats = kernels.for_device(batch.x.device).sparse_compress_(
+        body, stats = kernels.for_device(batch.x.device).sparse.compress_(
             batch.x,
             batch.offsets,
             counts,
@@ -111,8 +117,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self, body: Tensor, outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.bool_]:
         """Scatter-add; every index and length is checked first."""
-        kernel = kernels.for_device(body.device)
-        marks = kernel.sparse_decompress_add_(body, outs, scale, self.format, self.whole_model)
+        kernel = kernels.for_device(body.device).sparse
+        marks = kernel.decompress_add_(body, outs, scale, self.format, self.whole_model)
         return marks.astype(np.bool_)
 
     @final
@@ -120,8 +126,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.bool_]:
         """Sum by blocks that stay in the cache, and write each element once."""
-        kernel = kernels.for_device(bodies[0].device)
-        marks = kernel.sparse_decompress_sum_(bodies, outs, scale, self.format, self.whole_model)
+        kernel = kernels.for_device(bodies[0].device).sparse
+        marks = kernel.decompress_sum_(bodies, outs, scale, self.format, self.whole_model)
         return marks.astype(np.bool_)
 
     @final
@@ -137,7 +143,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         Raises:
             WireError: as from :meth:`decompress_layers_add_`.
         """
-        kernels.for_device(body.device).sparse_clear_(body, outs, self.format, self.whole_model)
+        kernels.for_device(body.device).sparse.clear_(body, outs, self.format, self.whole_model)
 
     @final
     def recompress_layers_(
@@ -159,7 +165,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
             WireError: the body is damaged or belongs to other layers.
         """
         counts, thresholds = self._selection(offsets, levels)
-        less, stats = kernels.for_device(x.device).sparse_recompress_(
+        less, stats = kernels.for_device(x.device).sparse.recompress_(
             body, x, offsets, counts, self.format, reserve, self.rule, thresholds, self.whole_model
         )
         return less, _layer_stats(stats)
@@ -287,6 +293,12 @@ class DensityCompressor(SparseCompressor):
     def count(self, numel: int, level: Level) -> int:
         """The nearest number, but at least one."""
         return wire_sparse.count_of(numel, level)
+
+    @final
+    def nominal_factor(self, level: Level, layer: Layer) -> float:
+        """One over the density."""
+        del layer
+        return 1.0 / float(level)
 
     @final
     def thresholds(self, levels: Sequence[Level]) -> None:
@@ -530,7 +542,7 @@ class _Spectrum:
     """How many elements of a tensor reach a magnitude, and the error of sending only the largest."""
 
     def __init__(self, x: Tensor) -> None:
-        self._x, self._kernel = x, kernels.for_device(x.device)
+        self._x, self._kernel = x, kernels.for_device(x.device).sparse
         self.numel = x.numel()
         self._hist, self._total, self._energy, self._largest = self._kernel.summary(x)
         self.finite = not self._hist[INF >> 16 :].any()
@@ -544,7 +556,7 @@ class _Spectrum:
     def errors(self, counts: Sequence[int], values: ValueFormat) -> Float64s:
         """The squared error of sending so many of the largest elements."""
         sent = np.array(counts, dtype=np.int64)
-        errors: Float64s = self._kernel.errors_from_spectrum(self._hist, self._energy, self.numel, sent)
+        errors: Float64s = errors_from_spectrum(self._hist, self._energy, self.numel, sent)
         if values is ValueFormat.sign:
             errors = errors + _sign_errors(self._kernel.moments(self._x), sent)
         return errors
@@ -609,6 +621,6 @@ def _positions(x: Tensor, counts: Sequence[int]) -> tuple[Int64s, Int64s]:
         if not measured or measured[-1] >= 1.1 * count:
             measured.append(count)
     measured = sorted({*measured, min(counts, default=0)})
-    table = kernels.for_device(x.device).position_bits(x, np.array(measured, dtype=np.int64))
+    table = kernels.for_device(x.device).sparse.position_bits(x, np.array(measured, dtype=np.int64))
     found, bits = (np.ceil(np.interp(counts, measured, column)) for column in table.T)
     return found.astype(np.int64), bits.astype(np.int64)

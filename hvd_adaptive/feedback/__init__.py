@@ -26,8 +26,8 @@ from torch import Tensor
 from hvd_adaptive import rng, specs
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.compressors.base import all_finite
-from hvd_adaptive.kernels import rounding_for
-from hvd_adaptive.kernels.reference import CANCELLED
+from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.floats import CANCELLED
 from hvd_adaptive.layers import Layer
 
 LayerStates: TypeAlias = dict[str, dict[str, Tensor]]
@@ -362,7 +362,7 @@ class _Residuals(_KeepsResidual):
         if kept.dtype == torch.bfloat16:
             context = self._context
             (key,) = rng.layer_keys(context.seed, context.rank, step, [-1 - bucket.index])
-            rounding_for(x.device).round_at_random_(kept, x, int(key))
+            for_device(x.device).quantized.round_at_random_(kept, x, int(key))
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Remainder + what was sent - gradient; what that leaves of rounding alone becomes 0."""

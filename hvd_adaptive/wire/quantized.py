@@ -289,7 +289,7 @@ class Book:
     Args:
         bits: of a packed code.
         magnitudes: the levels; None where both sides know them.
-        huffman: the Huffman code as it travels; None where the codes are packed.
+        huffman: the Huffman code as it is sent; None where the codes are packed.
     """
 
     bits: int

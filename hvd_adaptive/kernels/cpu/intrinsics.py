@@ -1,9 +1,7 @@
-"""How kernels are compiled, and what Numba lacks: raw addresses, unaligned words, bit scans, lanes.
+"""What Numba lacks: raw addresses, unaligned words, bit scans, lanes.
 
 Kernels get a tensor as its ``data_ptr()``: an int64 costs nothing to pass, and 300 of them fit in one
 array. Nothing here checks bounds; the callers do.
-
-Numba's cache looks at the file of the kernel only: after a change here, delete ``__pycache__``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,20 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hvd_adaptive.kernels.caching import jit
-
 Codegen = Callable[..., Any]
-
-
-def compiled(*freedoms: str, inline: bool = False) -> Any:
-    """The decorator of all kernels: without the GIL, cached on disk, a division by 0 gives Inf or NaN.
-
-    Args:
-        freedoms: what LLVM may do with floats: ``reassoc`` (reorder sums), ``contract`` (fuse a product
-            and a sum).
-        inline: whether LLVM must inline it, however large it is: part of an inner loop.
-    """
-    return jit(nogil=True, error_model="numpy", fastmath=set(freedoms), forceinline=inline)
 
 
 _I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept when neither the package nor a home can be written."""
+"""Where compiled kernels are kept, and that those of other sources are never loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,9 @@ import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import hvd_adaptive, hvd_adaptive.planning
-    from hvd_adaptive.kernels import cpu
-    print(cpu._bit_length(9), end=" ")
-    print(sum(cpu._bit_length.stats.cache_hits.values()), end=" ")
+    from hvd_adaptive.kernels.cpu.streams import bit_length
+    print(bit_length(9), end=" ")
+    print(sum(bit_length.stats.cache_hits.values()), end=" ")
     print(*[each.message for each in caught if "NUMBA_CACHE_DIR" in str(each.message)], sep="|")
 """
 
@@ -88,7 +90,7 @@ def test_without_any_place_kernels_are_compiled_and_one_warning_names_what_to_se
     planted.chmod(0o777)  # as another user would have it
     returned, hits, warned = outcome(start(read_only, tmp_path))
     assert (returned, hits, len(warned)) == (4, 0, 1)
-    assert "compiled anew" in warned[0]
+    assert "compiled again" in warned[0]
     assert not list(planted.iterdir())
 
 
@@ -111,3 +113,83 @@ def test_a_folder_that_another_user_could_have_planted_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError):
         caching.private_folder(tmp_path)
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    """A package of this name that anyone may write to."""
+    shutil.copytree(PACKAGE, folder / "hvd_adaptive", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "hvd_adaptive"
+
+
+def varint_size(package: Path) -> tuple[int, int]:
+    """(a bound by a kernel that inlines one of another file, kernels taken from the cache)."""
+    program = (
+        "from hvd_adaptive.kernels.cpu.layers import sparse_bound\n"
+        "print(sparse_bound(100, 1, 0), sum(sparse_bound.stats.cache_hits.values()))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=package.parent,
+        env=os.environ | {"PYTHONPATH": str(package.parent)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout.split()
+    return int(said[0]), int(said[1])
+
+
+def test_a_kernel_is_compiled_again_when_one_that_it_inlines_from_another_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    package = copy_of_the_package(tmp_path)
+    before = varint_size(package)
+    assert before[1] == 0
+    assert varint_size(package) == (before[0], 1)  # from the cache
+    inlined = package / "kernels" / "cpu" / "streams.py"
+    kept = inlined.stat()
+    source = inlined.read_text(encoding="utf-8")
+    changed = source.replace("return max(1, (bit_length(value)", "return max(3, (bit_length(value)")
+    assert changed != source
+    inlined.write_text(changed, encoding="utf-8")
+    os.utime(inlined, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # as old as before, and of the same size
+    assert varint_size(package) == (before[0] + 4, 0)
+    inlined.write_text(source, encoding="utf-8")
+    assert varint_size(package) == (before[0], 1)  # both versions are kept
+
+
+def test_kernels_of_old_versions_are_removed_unless_used_lately(tmp_path: Path) -> None:
+    hour = 3600
+    for age in range(6):
+        folder = tmp_path / f"hvd_adaptive-kernels-{age}"
+        folder.mkdir()
+        (folder / "kernel.nbc").touch()
+        started = time.time() - age * hour / 2
+        os.utime(folder, (started, started))
+    (tmp_path / "hvd_adaptive-0").mkdir()  # the private folder of a user
+    caching.remove_old_versions(tmp_path, "hvd_adaptive-kernels-5")
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [
+        "hvd_adaptive-0",
+        *(f"hvd_adaptive-kernels-{age}" for age in (0, 1, 5)),
+    ]
+
+
+def test_ranks_that_remove_old_versions_at_the_same_time_do_not_fail(tmp_path: Path) -> None:
+    long_ago = time.time() - 1e6
+    for version in range(30):
+        folder = tmp_path / f"hvd_adaptive-kernels-{version}"
+        folder.mkdir()
+        for kernel in range(20):
+            (folder / f"{kernel}.nbc").touch()
+        os.utime(folder, (long_ago, long_ago + version))
+    with ThreadPoolExecutor(16) as ranks:
+        done = [
+            ranks.submit(caching.remove_old_versions, tmp_path, "hvd_adaptive-kernels-0")
+            for _ in range(16)
+        ]
+    assert [each.result() for each in done] == [None] * 16
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"hvd_adaptive-kernels-{version}" for version in (0, 28, 29)
+    ]

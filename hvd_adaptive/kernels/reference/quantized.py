@@ -1,6 +1,6 @@
-"""Quantization in plain torch: any device, one layer at a time, and what ``quantize`` must equal.
+"""Quantization in plain torch, one layer at a time: an array element for every bit.
 
-Written to be read, not to be fast: an array element for every bit.
+:class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.reference import (
-    INF,
-    MAGNITUDE,
-    check_layers,
-    check_outs,
-    check_spectra,
-    check_spectrum,
-    spectrum,
+from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_outs, check_spectrum
+from hvd_adaptive.kernels.floats import INF, MAGNITUDE
+from hvd_adaptive.kernels.quantization import (
+    LARGEST_BF16,
+    LARGEST_NORM,
+    NAN_BF16,
+    WEIGHT_BINS,
+    WEIGHT_SHIFT,
+    expected_from_weights,
 )
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire.quantized import (
@@ -37,50 +38,15 @@ from hvd_adaptive.wire.quantized import (
     packed_bytes,
 )
 
-LARGEST_NORM = 2.0**127
-"""What is above it saturates: a value and a level of the other sign may be twice the norm apart."""
-
-WEIGHT_SHIFT = 13
-"""Shares are weighed by their float's exponent and 10 bits of the mantissa."""
-WEIGHT_BINS = (0x3F800000 >> WEIGHT_SHIFT) + 1
-"""Bins of the shares in [0, 1]; the last one holds those that are 1."""
-
-LARGEST_BF16 = 0x7F7F0000
-"""Bits of the largest float32 that is a finite bfloat16."""
-NAN_BF16 = 0x7FC0
-
 _WORD = 0xFFFFFFFF
 
 
-# --- checks that all kernels share ---------------------------------------------------------------
-
-
-def check_bits(bits: npt.NDArray[np.int64], tables: Tables) -> None:
-    """ValueError unless there is a table for every layer's bits."""
-    for width in np.unique(bits).tolist():
-        if not 1 <= width <= MAX_BITS or not tables.alphabets[width]:
-            known = ", ".join(str(bits) for bits in tables.magnitudes)
-            raise ValueError(f"there are no levels for {width} bits a value, but for {known}")
-
-
-def check_keys(keys: npt.NDArray[np.uint64] | None, layers: int) -> npt.NDArray[np.uint64]:
-    """The keys as contiguous uint64, 0 where there are none; ValueError unless there is one a layer."""
-    if keys is None:
-        return np.zeros(layers, np.uint64)
-    if keys.shape != (layers,) or keys.dtype != np.uint64:
-        raise ValueError(f"{layers} layers have as many uint64 keys, got {keys.dtype}{keys.shape}")
-    return np.ascontiguousarray(keys)
-
-
-# --- measuring -----------------------------------------------------------------------------------
-
-
-def _rows(x: Tensor, size: int) -> Tensor:
+def in_rows(x: Tensor, size: int) -> Tensor:
     """``x`` in rows of ``size``, the last one filled up with zeros."""
     return torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
 
 
-def _sizes(numel: int, block: int, device: torch.device) -> Tensor:
+def block_sizes(numel: int, block: int, device: torch.device) -> Tensor:
     """Elements of each block."""
     starts = torch.arange(0, numel, block, device=device)
     return (numel - starts).clamp(max=block)
@@ -96,7 +62,7 @@ def _totals(rows: Tensor) -> Tensor:
     return rows[:, 0]
 
 
-def _norms(rows: Tensor, sizes: Tensor, rule: QuantizationRule) -> Tensor:
+def block_norms(rows: Tensor, sizes: Tensor, rule: QuantizationRule) -> Tensor:
     """float32 of shape (blocks, norms of a block)."""
     wide = rows.double()
     top = rows.abs().amax(1)
@@ -119,9 +85,6 @@ def _norms(rows: Tensor, sizes: Tensor, rule: QuantizationRule) -> Tensor:
             totals = torch.stack([_totals((-wide).clamp(min=0)), _totals(wide.clamp(min=0))], 1)
             return (totals / counts).float().abs()  # no -0
     return norms.clamp(max=LARGEST_NORM).unsqueeze(1)
-
-
-# --- rounding ------------------------------------------------------------------------------------
 
 
 def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor:
@@ -156,15 +119,7 @@ def _words(numel: int, key: int, device: torch.device | None) -> Tensor:
 
 
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
-    """Round float32 ``x`` to bfloat16 ``out`` so that the expectation is ``x``.
-
-    The upper half of a float32 is the bfloat16 towards zero; 16 random bits, added to the lower half,
-    carry into it as often as that half says. Unbiased, but beyond bfloat16's range, where it saturates.
-
-    Args:
-        out: bfloat16[n].
-        x: float32[n]; a NaN stays one.
-        key: of the random numbers.
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.round_at_random_`.
 
     Example:
         >>> out = torch.empty(10_000, dtype=torch.bfloat16)
@@ -207,9 +162,6 @@ def _decoded(codes: Tensor, norms: Tensor, rule: QuantizationRule, levels: Tenso
     return levels[codes] * norms
 
 
-# --- packing -------------------------------------------------------------------------------------
-
-
 def pack(codes: Tensor, bits: int, alphabet: int) -> Tensor:
     """The bytes of a layer's codes, int64 (see :mod:`hvd_adaptive.wire.quantized`).
 
@@ -220,10 +172,10 @@ def pack(codes: Tensor, bits: int, alphabet: int) -> Tensor:
         [86, 2]
     """
     if alphabet == 3:
-        digits, weights = _rows(codes, TRITS), [3**digit for digit in range(TRITS)]
+        digits, weights = in_rows(codes, TRITS), [3**digit for digit in range(TRITS)]
     else:
         fields = (codes.unsqueeze(1) >> torch.arange(bits, device=codes.device)) & 1
-        digits, weights = _rows(fields.view(-1), 8), [1 << bit for bit in range(8)]
+        digits, weights = in_rows(fields.view(-1), 8), [1 << bit for bit in range(8)]
     return (digits * torch.tensor(weights, device=codes.device)).sum(1).to(torch.uint8)
 
 
@@ -238,18 +190,15 @@ def unpack(data: Tensor, bits: int, alphabet: int) -> Tensor:
     return (rows << torch.arange(bits, device=data.device)).sum(1)
 
 
-# --- compression ---------------------------------------------------------------------------------
-
-
 def _compress_layer_(
     x: Tensor, bits: int, rule: QuantizationRule, tables: Tables, key: int
 ) -> tuple[list[Tensor], float, float]:
     """Code a finite ``x``, leave the remainder: (parts, its energy, energy sent)."""
     levels = torch.from_numpy(tables.signed(bits)).to(x.device)
-    rows, sizes = _rows(x, rule.block), _sizes(x.numel(), rule.block, x.device)
+    rows, sizes = in_rows(x, rule.block), block_sizes(x.numel(), rule.block, x.device)
     energy = float(_totals(rows.double().square()).sum())
-    norms = _norms(rows, sizes, rule)
-    random = _rows(uniforms(x.numel(), key, x.device), rule.block)
+    norms = block_norms(rows, sizes, rule)
+    random = in_rows(uniforms(x.numel(), key, x.device), rule.block)
     codes = _round(_shares(rows, norms[:, :1]), random, rule, levels)
     if rule.rounding is Rounding.sign:
         codes = (rows >= 0).long()
@@ -264,7 +213,7 @@ def _bytes(value: int, device: torch.device) -> Tensor:
     return torch.full((1,), value, dtype=torch.uint8, device=device)
 
 
-def quantize_compress_(
+def compress_(
     x: Tensor,
     offsets: npt.NDArray[np.int64],
     bits: npt.NDArray[np.int64],
@@ -273,59 +222,23 @@ def quantize_compress_(
     grads: Sequence[Tensor] | None = None,
     keys: npt.NDArray[np.uint64] | None = None,
     reserve: int = 0,
-    spectra: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
-    """Add the gradients, round each layer to the levels of its bits, and encode that.
-
-    Each block is divided by its norm, and what results is rounded to one of the two signed levels
-    around it, at random so that the expectation is the value itself. It is so but for the resolution
-    of the random numbers (2^-24 of the distance of two levels), for values above the norm, which
-    saturate (:attr:`Norm.clipped`, and magnitudes above 2^127), and for :attr:`Rounding.sign`, which
-    is not random. The remainder stays in ``x``: payload + remainder is what ``x`` was, up to one
-    rounding.
-
-    A layer whose sum ``x + grad`` has a NaN or an Inf keeps its ``x`` bit for bit and sends a mark.
-
-    Source: Alistarh et al., "QSGD" (NeurIPS 2017), section 3.1, for any levels as in Faghri et al.,
-    "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020), section 2.
-
-    Args:
-        x: float32, 1-D, contiguous; layer ``l`` is ``x[offsets[l]:offsets[l + 1]]``.
-        offsets: ``int64[L + 1]``, rising; a layer may be empty and holds at most 2^31 - 1 elements.
-        bits: ``int64[L]``, each 1 to 8 and one that ``tables`` has levels for.
-        rule: what a block is divided by, and where the levels are.
-        tables: the levels; those of ``rule`` unless they travel.
-        grads: one contiguous float32 tensor a layer, of any shape with as many elements, on the
-            device of ``x``; None adds nothing.
-        keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
-        reserve: bytes to leave free, with whatever they hold, in front.
-        spectra: ``int64[L, 32768]``: the :func:`hvd_adaptive.kernels.reference.spectrum` of each
-            finite layer, gradient included, is added to its row; None counts nothing.
-
-    Returns:
-        ``(data, stats)``: uint8, 1-D, on the device of ``x``: ``reserve`` bytes and the layers as
-        :mod:`hvd_adaptive.wire.quantized` describes them, without books; and ``float64[L, 3]``: energy
-        (squared L2 norm) of ``x + grad``, energy of what was sent, and 1 where the layer was not
-        finite (the others are then 0).
-
-    Raises:
-        ValueError: the arguments do not fit together.
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`.
 
     Example:
         >>> rule = QuantizationRule(Norm.max, Rounding.uniform, block=4)
         >>> x, out = torch.tensor([1.0, -4.0, 0.0, 3.0]), torch.zeros(4)
         >>> one_layer, bits = np.array([0, 4]), np.array([2])
-        >>> body, stats = quantize_compress_(x, one_layer, bits, rule, rule.tables)
+        >>> body, stats = compress_(x, one_layer, bits, rule, rule.tables)
         >>> body.numel(), stats[0, 0]
         (6, np.float64(26.0))
-        >>> marks = quantize_decompress_add_(body, 0, [out], 1.0, rule, rule.tables)
+        >>> marks = decompress_add_(body, 0, [out], 1.0, rule, rule.tables)
         >>> (out + x).tolist(), out[1:3].tolist()
         ([1.0, -4.0, 0.0, 3.0], [-4.0, 0.0])
     """
     offsets, bits = check_layers(x, offsets, bits, grads)
     check_bits(bits, tables)
     keys = check_keys(keys, len(bits))
-    check_spectra(spectra, len(bits))
     parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
     stats = np.zeros((len(bits), 3))
     for layer, width in enumerate(bits.tolist()):
@@ -336,19 +249,14 @@ def quantize_compress_(
             parts.append(_bytes(NONFINITE, x.device))
             continue
         part.copy_(total)
-        if spectra is not None:
-            spectra[layer] += spectrum(part)
         encoded, energy, sent = _compress_layer_(part, width, rule, tables, int(keys[layer]))
         stats[layer] = (energy, sent, 0)
         parts += encoded
     return torch.cat(parts), stats
 
 
-# --- decompression -------------------------------------------------------------------------------
-
-
 class _FoundError(Exception):
-    """What is wrong at which byte; :func:`quantize_decompress_add_` adds the layer."""
+    """What is wrong at which byte; :func:`decompress_add_` adds the layer."""
 
     def __init__(self, damage: Damage, position: int) -> None:
         super().__init__(damage, position)
@@ -397,11 +305,11 @@ def _decode_layer(
         return norms, end
     codes = _checked_codes(body[start:end], numel, bits, rule, tables, start)
     levels = torch.from_numpy(tables.signed(bits)).to(body.device)
-    decoded = _decoded(_rows(codes, rule.block), norms.view(-1, rule.norms), rule, levels)
+    decoded = _decoded(in_rows(codes, rule.block), norms.view(-1, rule.norms), rule, levels)
     return decoded.view(-1)[:numel], end
 
 
-def quantize_decompress_add_(
+def decompress_add_(
     body: Tensor,
     start: int,
     outs: Sequence[Tensor],
@@ -409,26 +317,7 @@ def quantize_decompress_add_(
     rule: QuantizationRule,
     tables: Tables,
 ) -> npt.NDArray[np.uint8]:
-    """Add ``scale`` times every decoded value; a layer marked nonfinite becomes NaN.
-
-    When a WireError is raised, the layers before the damaged one have been added, the blocks of the
-    damaged one that stand before the damage may have been, and nothing else has.
-
-    Args:
-        body: uint8, 1-D, contiguous.
-        start: byte of it at which the layers begin.
-        outs: one contiguous float32 tensor a layer, of any shape, on the device of ``body``.
-        scale: what to multiply with, as float32.
-        rule: that of compression.
-        tables: levels for all numbers of bits that a layer may have.
-
-    Returns:
-        ``uint8[L]``: 1 where a layer was marked nonfinite.
-
-    Raises:
-        WireError: the body is damaged or does not belong to these layers; says what was found where.
-        ValueError: the tensors are not as described.
-    """
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_add_`."""
     numels = check_outs(body, outs)
     marks = np.zeros(len(outs), np.uint8)
     layer, position = 0, start
@@ -450,23 +339,10 @@ def quantize_decompress_add_(
     return marks
 
 
-# --- expectations --------------------------------------------------------------------------------
-
-
 def norm_histogram(
     x: Tensor, rule: QuantizationRule, *, squared: bool
 ) -> tuple[npt.NDArray[np.float64], float]:
-    """A histogram of ``|x| / norm``, from which :func:`expected_error_at` takes errors.
-
-    Args:
-        x: float32, contiguous.
-        rule: what a block is divided by: one norm a block.
-        squared: whether an element counts by its block's squared norm, as its share of the error
-            does; or as 1, as its code does.
-
-    Returns:
-        ``float64[WEIGHT_BINS]``, by exponent and 10 bits of the mantissa, and the squared error of
-        what is above its norm; that is NaN where ``x`` is not finite.
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.norm_histogram`.
 
     Example:
         >>> rule = QuantizationRule(Norm.max, Rounding.uniform)
@@ -477,8 +353,8 @@ def norm_histogram(
     check_spectrum(x)
     if not bool(x.isfinite().all()):
         return np.zeros(WEIGHT_BINS), float("nan")
-    rows, sizes = _rows(x.view(-1), rule.block), _sizes(x.numel(), rule.block, x.device)
-    norms = _norms(rows, sizes, rule)
+    rows, sizes = in_rows(x.view(-1), rule.block), block_sizes(x.numel(), rule.block, x.device)
+    norms = block_norms(rows, sizes, rule)
     shares = _shares(rows, norms).abs().view(-1)[: x.numel()]
     beyond = (rows.abs().double() - norms.double()).clamp(min=0).square().sum()
     worth = norms.double().square() if squared else torch.ones_like(norms, dtype=torch.float64)
@@ -490,77 +366,10 @@ def norm_histogram(
     return weights.cpu().numpy(), float(beyond)
 
 
-def _weight_edges() -> npt.NDArray[np.float64]:
-    """The shares at which bins begin, and the end of the last, which holds 1 only."""
-    words = np.arange(WEIGHT_BINS, dtype=np.uint32) << np.uint32(WEIGHT_SHIFT)
-    return np.append(words.view(np.float32).astype(np.float64), 1.0)
-
-
-EDGES = _weight_edges()
-
-
-def expected_from_weights(
-    weights: npt.NDArray[np.float64], signed: npt.NDArray[np.float32]
-) -> tuple[float, npt.NDArray[np.float64]]:
-    """What rounding at random to ``signed`` levels does, in expectation, from :func:`norm_histogram`.
-
-    A share ``r`` between levels ``a`` and ``b`` becomes ``b`` with probability ``(r - a) / (b - a)``,
-    which has the variance ``(b - r)(r - a)`` (Faghri et al. 2020, equation 2). Weight is taken to be
-    spread evenly over a bin, which is within 1 % of the truth for scattered values. Cost: the bins in
-    use.
-
-    Args:
-        weights: ``float64[WEIGHT_BINS]``.
-        signed: the levels, rising, symmetric, from -1 to 1.
-
-    Returns:
-        The squared error, and the weight that each level gets of magnitudes: ``float64[levels]``.
-
-    Example:
-        >>> signed, rule = np.array([-1, 0, 1], np.float32), QuantizationRule(Norm.l2, Rounding.uniform)
-        >>> weights, _ = norm_histogram(torch.ones(100) / 2, rule, squared=True)
-        >>> round(expected_from_weights(weights, signed)[0], 1)
-        225.0
-        >>> weights, _ = norm_histogram(torch.ones(100) / 2, rule, squared=False)
-        >>> expected_from_weights(weights, signed)[1].round(1).tolist()
-        [0.0, 90.0, 10.0]
-    """
-    used = np.flatnonzero(weights)
-    low, high, weight = EDGES[used], EDGES[used + 1], weights[used]
-    levels = signed.astype(np.float64)
-    # Pieces: the bins, cut at the levels. A piece lies between two neighbouring levels.
-    cuts = np.searchsorted(high, levels[(levels > 0) & (levels < 1)])
-    inside = levels[(levels > 0) & (levels < 1)]
-    valid = cuts < used.size
-    cuts, inside = cuts[valid], inside[valid]
-    hit = (low[cuts] < inside) & (inside < high[cuts])
-    cuts, inside = cuts[hit], inside[hit]
-    density = weight / np.where(high > low, high - low, 1.0)
-    starts = np.insert(low, cuts + 1, inside)
-    ends = np.insert(high, cuts, inside)
-    owner = np.insert(np.arange(used.size), cuts, cuts)
-    length = ends - starts
-    mass = np.where(length > 0, density[owner] * length, weight[owner])
-    middle = (starts + ends) / 2
-    below = np.clip(np.searchsorted(levels, middle, side="right") - 1, 0, levels.size - 2)
-    inside, gap = middle - levels[below], np.diff(levels)[below]
-    variance = (gap - inside) * inside - length * length / 12
-    up = mass * (inside / gap)
-    counts = np.zeros(levels.size)
-    np.add.at(counts, below, mass - up)
-    np.add.at(counts, below + 1, up)
-    return float(np.maximum(mass * variance, 0.0).sum()), counts
-
-
 def expected_error_at(
     weights: npt.NDArray[np.float64], tables: Tables, bits: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """:func:`expected_from_weights` for several numbers of bits.
-
-    Returns:
-        The errors, ``float64[W]``, and each code's weight, ``float64[W, LEVELS]``, 0 where there is
-        no level.
-    """
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.expected_error_at`."""
     errors, counts = np.zeros(len(bits)), np.zeros((len(bits), LEVELS))
     for row, width in enumerate(bits):
         signed = tables.signed(width)

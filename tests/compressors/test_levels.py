@@ -23,7 +23,13 @@ from scipy import integrate, optimize
 from hvd_adaptive.compressors import distributions
 from hvd_adaptive.compressors import level_fitting as module
 from hvd_adaptive.compressors.base import Float64s
-from hvd_adaptive.compressors.distributions import Mixture, Table, block_statistics, merge, model
+from hvd_adaptive.compressors.distributions import (
+    Mixture,
+    TabulatedDistribution,
+    block_statistics,
+    merge,
+    model,
+)
 from hvd_adaptive.compressors.level_fitting import (
     LearnedLevels,
     amq,
@@ -153,7 +159,7 @@ def test_a_mixture_that_is_none_is_refused(means: Any, sigmas: Any, weights: Any
 @given(seed=seeds)
 def test_the_table_is_the_mixture(seed: int) -> None:
     mixture = like_gradients(seed)
-    table, x = Table(mixture), np.linspace(0, 1, 101)
+    table, x = TabulatedDistribution(mixture), np.linspace(0, 1, 101)
     for exact, tabulated in zip(mixture.partial(x), table.partial(x), strict=True):
         np.testing.assert_allclose(tabulated, exact, atol=1e-3 * float(exact[-1]))
     assert psi(UNIFORM, table) == pytest.approx(psi(UNIFORM, mixture), rel=1e-3)
@@ -208,7 +214,7 @@ def test_no_descent_ever_raises_psi(seed: int, zero: bool) -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds)
 def test_one_free_level_goes_to_the_optimum(seed: int) -> None:
-    mixture = Table(like_gradients(seed))
+    mixture = TabulatedDistribution(like_gradients(seed))
     found = float(coordinate_descent([0.0, 0.5, 1.0], mixture)[1])
     grid = np.linspace(1e-4, 1 - 1e-4, 500)
     best = min(psi([0.0, level, 1.0], mixture) for level in grid)
@@ -218,7 +224,7 @@ def test_one_free_level_goes_to_the_optimum(seed: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds)
 def test_a_free_lowest_level_goes_to_the_optimum(seed: int) -> None:
-    mixture = Table(like_gradients(seed))
+    mixture = TabulatedDistribution(like_gradients(seed))
     found = coordinate_descent([0.5, 1.0], mixture)
     best = min(psi([level, 1.0], mixture) for level in np.linspace(1e-4, 1 - 1e-4, 500))
     assert psi(found, mixture) <= best * (1 + 1e-9)
@@ -227,7 +233,7 @@ def test_a_free_lowest_level_goes_to_the_optimum(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("zero", [True, False])
 def test_descent_ends_where_a_general_optimizer_ends(seed: int, zero: bool) -> None:
-    mixture = Table(like_gradients(seed))
+    mixture = TabulatedDistribution(like_gradients(seed))
     start = np.array(UNIFORM if zero else [1 / 7, 3 / 7, 5 / 7, 1.0])
     fixed = [0.0] if zero else []
 
@@ -248,7 +254,7 @@ def test_descent_ends_where_a_general_optimizer_ends(seed: int, zero: bool) -> N
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds)
 def test_the_optimum_is_a_fixed_point(seed: int) -> None:
-    mixture = Table(like_gradients(seed))
+    mixture = TabulatedDistribution(like_gradients(seed))
     end = coordinate_descent(UNIFORM, mixture, sweeps=1000, tolerance=1e-13)
     np.testing.assert_allclose(coordinate_descent(end, mixture, sweeps=1), end, atol=1e-9)
     # and the gradient of the paper's section 3.2 vanishes there
@@ -259,15 +265,19 @@ def test_the_optimum_is_a_fixed_point(seed: int) -> None:
 @pytest.mark.parametrize("descend", [coordinate_descent, gradient_descent])
 def test_a_flat_distribution_gets_uniform_levels(descend: Any) -> None:
     start = [0.0, 0.1, 0.2, 0.4, 1.0]
-    np.testing.assert_allclose(descend(start, Table(FLAT), 500), [0, 0.25, 0.5, 0.75, 1], atol=1e-4)
+    np.testing.assert_allclose(
+        descend(start, TabulatedDistribution(FLAT), 500), [0, 0.25, 0.5, 0.75, 1], atol=1e-4
+    )
     start = [0.1, 0.2, 0.4, 1.0]
-    np.testing.assert_allclose(descend(start, Table(FLAT), 500), [1 / 7, 3 / 7, 5 / 7, 1], atol=1e-4)
+    np.testing.assert_allclose(
+        descend(start, TabulatedDistribution(FLAT), 500), [1 / 7, 3 / 7, 5 / 7, 1], atol=1e-4
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, s=st.sampled_from([1, 3, 7, 15]))
 def test_the_multiplier_ends_in_a_local_minimum(seed: int, s: int) -> None:
-    mixture = Table(like_gradients(seed))
+    mixture = TabulatedDistribution(like_gradients(seed))
     p = amq(0.5, s, mixture)
     here = psi(powers(p, s), mixture)
     for near in (p * (1 - 1e-3), min(p * (1 + 1e-3), 1 - 1e-6)):
@@ -372,13 +382,15 @@ def gradient(seed: int, numel: int = 50_000) -> torch.Tensor:
     return torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).pow(2)
 
 
-def taught(seed: int = 0, **options: Any) -> tuple[LearnedLevels, dict[str, list[float]], Table]:
+def taught(
+    seed: int = 0, **options: Any
+) -> tuple[LearnedLevels, dict[str, list[float]], TabulatedDistribution]:
     options = {"kind": "alq", "block": 512, "norm": "max"} | options
     learned = LearnedLevels(**options)
     learned.collecting = True
     learned.observe(gradient(seed), np.array([0, 1000, 1000, 50_000]))
     statistics = learned.statistics()
-    return learned, learned.fit([statistics]), Table(model(statistics))
+    return learned, learned.fit([statistics]), TabulatedDistribution(model(statistics))
 
 
 KINDS = [("alq", "cd", True), ("alq", "gd", True), ("alq", "cd", False), ("amq", "cd", True)]
@@ -435,7 +447,7 @@ def test_learnt_levels_are_below_qsgd_nuqsgd_and_amq(seed: int, norm: str) -> No
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_free_levels_are_below_all_others_on_any_mixture(seed: int) -> None:
-    grid = Table(like_gradients(seed))
+    grid = TabulatedDistribution(like_gradients(seed))
     free = LearnedLevels("alq", 512, "max", zero=False)._best_free(3, grid)
     zero = LearnedLevels("alq", 512, "max")._best_free(3, grid)
     assert psi(zero, grid) <= min(psi(UNIFORM, grid), psi(EXPONENTIAL, grid)) * (1 + 1e-9)
@@ -488,8 +500,8 @@ def test_without_statistics_the_tables_stay() -> None:
     assert learned.statistics() == []
 
 
-def test_normalised_variance_counts_all_blocks_alike() -> None:
-    learned = LearnedLevels("alq", 100, "l2", weighting="normalised")
+def test_normalized_variance_counts_all_blocks_alike() -> None:
+    learned = LearnedLevels("alq", 100, "l2", weighting="normalized")
     learned.collecting = True
     learned.observe(gradient(0, 1000) * torch.logspace(0, 6, 1000), np.array([0, 1000]))
     assert {weight for _, _, weight in learned.statistics()} == {1.0}
@@ -576,7 +588,7 @@ def test_the_examples_in_docstrings_run(of: ModuleType) -> None:
 
 
 def test_the_benchmark_runs() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "benchmarks" / "wire.py"), "--quick"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

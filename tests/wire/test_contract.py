@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adaptive.kernels import SelectionRule, cpu
+from hvd_adaptive.kernels import SelectionRule
+from hvd_adaptive.kernels.cpu import sparse as cpu
+from hvd_adaptive.kernels.cpu.compression import bound_sizes
 from hvd_adaptive.wire import TooLargeError, ValueFormat, WireError
 from hvd_adaptive.wire import frame as wire_frame
 from hvd_adaptive.wire import sparse as wire_sparse
@@ -82,7 +84,7 @@ def test_no_layer_is_larger_than_its_bound(
     count = max(1, int(share * numel))
     x = torch.zeros(numel)
     x[torch.from_numpy(indices_of(kind, numel, count, np.random.default_rng(seed)))] = 1.0
-    body, stats = cpu.sparse_compress_(x, np.array([0, numel]), np.array([count]), values)
+    body, stats = cpu.compress_(x, np.array([0, numel]), np.array([count]), values)
     assert stats[0, 2] == count
     assert body.numel() <= wire_sparse.max_sparse_bytes(numel, count, values)
 
@@ -95,7 +97,7 @@ def test_the_bound_is_within_3_percent_for_scattered_indices_or_7_with_signs(
     numel = 1_000_000
     count = wire_sparse.count_of(numel, density)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    body, _ = cpu.sparse_compress_(x, np.array([0, numel]), np.array([count]), values)
+    body, _ = cpu.compress_(x, np.array([0, numel]), np.array([count]), values)
     bound = wire_sparse.max_sparse_bytes(numel, count, values)
     slack = 1.07 if values is ValueFormat.sign else 1.03
     assert body.numel() <= bound <= slack * body.numel()
@@ -105,7 +107,7 @@ def test_the_bound_is_within_3_percent_for_scattered_indices_or_7_with_signs(
 def test_one_percent_costs_at_most_so_many_bits_a_value(values: str, bits: int) -> None:
     numel, count = 1_000_000, 10_000
     x = torch.randn(numel, generator=torch.Generator().manual_seed(2))
-    body, _ = cpu.sparse_compress_(x, np.array([0, numel]), np.array([count]), ValueFormat[values])
+    body, _ = cpu.compress_(x, np.array([0, numel]), np.array([count]), ValueFormat[values])
     assert body.numel() * 8 / count <= bits
 
 
@@ -121,7 +123,9 @@ def test_the_bound_grows_with_the_count(numel: int, data: st.DataObject, values:
 def test_the_kernel_and_the_wire_agree_on_the_bound(
     numel: int, count: int, values: ValueFormat
 ) -> None:
-    bound = cpu._sizes(np.array([0, numel]), np.array([count]), int(values), int(SelectionRule.topk))[0]
+    bound = bound_sizes(np.array([0, numel]), np.array([count]), int(values), int(SelectionRule.topk))[
+        0
+    ]
     assert bound == wire_sparse.max_sparse_bytes(numel, count, values)
 
 
@@ -140,8 +144,8 @@ def test_bodies_are_views_of_the_gathered_buffer() -> None:
 def test_a_header_in_reserved_room_is_the_frame() -> None:
     offsets, counts = np.array([0, 50]), np.array([7])
     x = torch.arange(50.0)
-    body, _ = cpu.sparse_compress_(x.clone(), offsets, counts, ValueFormat.bf16)
-    framed, _ = cpu.sparse_compress_(
+    body, _ = cpu.compress_(x.clone(), offsets, counts, ValueFormat.bf16)
+    framed, _ = cpu.compress_(
         x.clone(), offsets, counts, ValueFormat.bf16, reserve=wire_frame.HEADER_BYTES
     )
     wire_frame.write_header(framed, BUCKET, 1)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import fuzz_payloads
 from hvd_adaptive.compressors import REGISTRY
+from tests.wire import fuzz_payloads
 
 PROGRAM = Path(fuzz_payloads.__file__)
 PLANTED = """
 import ctypes, json, sys, torch
-from fuzz_payloads import Fuzzer, prepare, search
+from tests.wire.fuzz_payloads import Fuzzer, prepare, search
 from hvd_adaptive.compressors.sparse import SparseCompressor
 from hvd_adaptive.wire import WireError
 
@@ -53,7 +53,7 @@ FAULTS = {
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
-        cwd=PROGRAM.parent,
+        cwd=PROGRAM.parents[2],
         capture_output=True,
         text=True,
         timeout=900,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from golden_payloads import GOLDEN, payloads
+from tests.wire.golden_payloads import GOLDEN, payloads
 
 EXPECTED = json.loads(GOLDEN.read_text())
 

@@ -1,17 +1,12 @@
-"""Quantizers: both kernel modules give the same bytes, and the members keep their promises."""
+"""Quantizers: what is sent, what stays, what is expected, and what damage is named."""
 
 from __future__ import annotations
 
-import doctest
 import math
-from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from hvd_adaptive.adaptation.candidates import candidates_of, table_of
@@ -20,197 +15,21 @@ from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.compressors.quantized import (
     ALQ,
     AMQ,
-    NUQSGD,
     QSGD,
     Natural,
     OneBit,
-    QSGDInf,
     Quantizer,
     SignSGD,
     TernGrad,
 )
-from hvd_adaptive.kernels import huffman, quantize, quantize_reference
+from hvd_adaptive.kernels.cpu import quantized as cpu
+from hvd_adaptive.kernels.reference import quantized as reference
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import quantized as wire_quantized
-from hvd_adaptive.wire.quantized import Damage, Norm, QuantizationRule, Rounding, Tables
-from test_kernels import KINDS, bits, damage, numbers, offsets_of, usual
-
-MODULES = pytest.mark.parametrize("kernels", [quantize_reference, quantize], ids=["reference", "cpu"])
-MEMBERS: list[Quantizer] = [
-    QSGD(),
-    QSGD(coding="huffman", block=100),
-    QSGDInf(),
-    NUQSGD(),
-    Natural(),
-    TernGrad(),
-    TernGrad(clip=1.5, block=333, coding="huffman"),
-    SignSGD(),
-    OneBit(block=77),
-    ALQ(),
-    ALQ(coding="fixed", norm="max", start="uniform"),
-    ALQ(coding="fixed", zero="true"),
-    AMQ(),
-    AMQ(norm="max", coding="fixed"),
-]
-RANDOM = [member for member in MEMBERS if not member.biased]
-ALL = pytest.mark.parametrize("member", MEMBERS, ids=repr)
-UNBIASED = pytest.mark.parametrize("member", RANDOM, ids=repr)
-SIZES = (0, 1, 2, 511, 512, 513)
-LARGE = (65535, 65536, 65537)
-KEY = 0x123456789ABCDEF0
-ONE_KEY = np.array([KEY], np.uint64)
-
-RULES = [
-    *(
-        QuantizationRule(norm, rounding, block=block, clip=2.5)
-        for norm in (Norm.l2, Norm.max, Norm.power, Norm.clipped)
-        for rounding in (Rounding.uniform, Rounding.powers, Rounding.table)
-        for block in ((512, 100) if norm is Norm.l2 else (512,))
-    ),
-    QuantizationRule(Norm.mean, Rounding.sign),
-    QuantizationRule(Norm.sides, Rounding.sign, block=7),
-]
-
-
-def widths_of(rule: QuantizationRule) -> list[int]:
-    return [1] if rule.rounding is Rounding.sign else list(range(1, 9))
-
-
-def tables_of(rule: QuantizationRule, seed: int = 0) -> Tables:
-    """The rule's levels, or random ones, with zero and without."""
-    if not rule.carried:
-        return rule.tables
-    rng = np.random.default_rng(seed)
-    magnitudes = {}
-    for width in range(1, 9):
-        count = 1 << (width - 1)
-        magnitudes[width] = np.append(np.sort(rng.choice(2**20, count - 1, replace=False)) / 2**20, 1)
-        if width > 1 and rng.random() < 0.5:
-            magnitudes[width][0] = 0
-    return Tables(magnitudes)
-
-
-def compress(
-    kernels: ModuleType, x: npt.NDArray[np.float32], width: int, rule: QuantizationRule, tables: Tables
-) -> tuple[Tensor, Tensor, npt.NDArray[np.float64]]:
-    """One layer: (body, remainder, stats)."""
-    rest = torch.from_numpy(x.copy())
-    body, stats = kernels.quantize_compress_(
-        rest, np.array([0, x.size]), np.array([width]), rule, tables, keys=ONE_KEY
-    )
-    return body, rest, stats[0]
-
-
-def sent(member: Quantizer, body: Tensor, numel: int) -> npt.NDArray[np.float64]:
-    out = torch.zeros(numel)
-    member.decompress_layers_add_(body, [out], 1.0)
-    return out.double().numpy()
-
-
-def gradient(numel: int, seed: int = 0) -> Tensor:
-    """Heavier tails than normal, in blocks of different size."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).pow(2)
-    return x * (1 + torch.arange(numel) // 512)
-
-
-# --- the two modules are one ---------------------------------------------------------------------
-
-
-def assert_same(x: npt.NDArray[np.float32], width: int, rule: QuantizationRule, tables: Tables) -> None:
-    results = []
-    for kernels in (quantize, quantize_reference):
-        body, rest, stats = compress(kernels, x, width, rule, tables)
-        out = torch.ones(x.size)
-        kernels.quantize_decompress_add_(body, 0, [out], 0.7, rule, tables)
-        results.append((body.tolist(), bits(rest).tolist(), bits(out).tolist(), stats))
-    assert results[0][:3] == results[1][:3]
-    np.testing.assert_allclose(results[0][3], results[1][3], rtol=1e-10)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_cpu_and_reference_give_the_same_bytes_remainders_and_sums(rule: QuantizationRule) -> None:
-    tables = tables_of(rule)
-    for kind in KINDS:
-        for width in widths_of(rule):
-            for numel in SIZES:
-                assert_same(numbers(kind, numel, numel), width, rule, tables)
-
-
-@pytest.mark.parametrize("numel", LARGE)
-@pytest.mark.parametrize("rule", RULES[::2], ids=repr)
-def test_they_do_for_large_layers(rule: QuantizationRule, numel: int) -> None:
-    for kind in ("normal", "wide", "one huge"):
-        for width in widths_of(rule)[::3]:
-            assert_same(numbers(kind, numel, 5), width, rule, tables_of(rule))
-
-
-single_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
-@usual
-@given(st.lists(single_floats, max_size=40), st.sampled_from(RULES), st.integers(1, 8))
-@example(
-    [3.4028235e38, 3.4028235e38, -1.7e38, 1.0, 1e-45], QuantizationRule(Norm.max, Rounding.uniform), 1
-)
-@example([3.4028235e38] * 40, QuantizationRule(Norm.l2, Rounding.uniform), 4)
-@example([3.4028235e38, -3e38, 1e38], QuantizationRule(Norm.power, Rounding.powers), 8)
-@example([1e-45, -1e-45, 3e-45], QuantizationRule(Norm.clipped, Rounding.uniform, clip=0.1), 3)
-def test_any_finite_float_survives_in_payload_and_remainder(
-    values: list[float], rule: QuantizationRule, width: int
-) -> None:
-    x, width = np.array(values, np.float32), min(width, widths_of(rule)[-1])
-    tables = tables_of(rule)
-    assert_same(x, width, rule, tables)
-    body, rest, _ = compress(quantize, x, width, rule, tables)
-    out = torch.zeros(x.size)
-    quantize.quantize_decompress_add_(body, 0, [out], 1.0, rule, tables)
-    assert bool(out.isfinite().all())
-    assert bool(rest.isfinite().all())
-    exact = rest.double() + out.double() - torch.from_numpy(x).double()
-    assert bool((exact.abs() <= 2.0**-24 * rest.double().abs() + 1e-45).all())
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.norms == 1], ids=repr)
-@pytest.mark.parametrize("squared", [True, False])
-def test_cpu_and_reference_weigh_the_same(rule: QuantizationRule, squared: bool) -> None:
-    for kind in KINDS:
-        x = torch.from_numpy(numbers(kind, 5000, 6))
-        (weights, beyond), (expected, expected_beyond) = (
-            kernels.norm_histogram(x, rule, squared=squared)
-            for kernels in (quantize, quantize_reference)
-        )
-        np.testing.assert_allclose(weights, expected, rtol=1e-10)
-        assert beyond == pytest.approx(expected_beyond, rel=1e-10)
-
-
-# --- packing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alphabet", [2, 3, 4, 7, 15, 16, 31, 64, 127, 255, 256])
-def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
-    width = (alphabet - 1).bit_length()
-    rng = np.random.default_rng(alphabet)
-    for numel in (*range(20), 1000, 3359, 3361):
-        codes = np.zeros(numel + 64, np.uint8)
-        codes[:numel] = rng.integers(alphabet, size=numel)
-        packed = quantize_reference.pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
-        size = wire_quantized.packed_bytes(numel, width, alphabet)
-        assert packed.numel() == size == quantize._packed_bytes(numel, width, alphabet)
-        groups = -(-numel // quantize._group(alphabet))
-        out = np.zeros(size + 64, np.uint8)
-        quantize._pack(codes.ctypes.data, groups, width, alphabet, out.ctypes.data)
-        assert out[:size].tolist() == packed.tolist()
-        back = np.zeros(numel + 64, np.uint8)
-        start = out.ctypes.data
-        quantize._unpack(start, start + size, 0, numel, width, alphabet, back.ctypes.data)
-        assert np.array_equal(back[:numel], codes[:numel])
-        half = numel // 2
-        skip = quantize._unpack(
-            start, start + size, half, numel - half, width, alphabet, back.ctypes.data
-        )
-        assert np.array_equal(back[skip : skip + numel - half], codes[half:numel])
+from hvd_adaptive.wire.quantized import Rounding
+from tests.compressors.quantizers import ALL, HUFFMAN, KEY, MEMBERS, SIZES, UNBIASED, gradient, sent
+from tests.kernels.inputs import KINDS, bits, numbers, offsets_of
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -218,7 +37,7 @@ def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
 def test_wire_bytes_are_exact_or_a_bound(member: Quantizer, numel: int) -> None:
     for level in member.levels(Layer(0, "w", (numel,))):
         payload = member.compress_(gradient(numel), level)
-        if member.shrinks:
+        if member.entropy_coded:
             assert payload.nbytes <= member.wire_bytes(numel, level)
         else:
             assert payload.nbytes == member.wire_bytes(numel, level)
@@ -235,9 +54,9 @@ def test_three_levels_take_eight_fifths_of_a_bit() -> None:
 def tolerance(member: Quantizer, x: Tensor, draws: int) -> Tensor:
     """What the mean of ``draws`` may miss ``x`` by: Bernstein's bound for five standard errors."""
     rule = member.rule
-    rows = quantize_reference._rows(x, rule.block)
-    sizes = quantize_reference._sizes(x.numel(), rule.block, x.device)
-    norms = quantize_reference._norms(rows, sizes, rule)[:, :1].double()
+    rows = reference.in_rows(x, rule.block)
+    sizes = reference.block_sizes(x.numel(), rule.block, x.device)
+    norms = reference.block_norms(rows, sizes, rule)[:, :1].double()
     shares = (rows / norms).clamp(-1, 1)
     signed = torch.from_numpy(
         member.tables([int(member.level)], None).signed(int(member.level))
@@ -332,50 +151,6 @@ def test_the_key_decides_and_nothing_else(member: Quantizer) -> None:
     assert torch.equal(first, upper) != is_random
 
 
-def test_the_random_numbers_are_even_and_unrelated() -> None:
-    u = quantize_reference.uniforms(2**16, KEY).double().numpy()
-    shares = np.histogram(u, bins=64, range=(0, 1))[0] / 2**10
-    assert np.abs(shares - 1).max() < 5 / 32
-    others = [quantize_reference.uniforms(2**16, key) for key in (KEY + 1, KEY ^ 1 << 33, 0)]
-    for other in (*(other.double().numpy() for other in others), np.roll(u, 1), np.roll(u, 512)):
-        assert abs(np.corrcoef(u, other)[0, 1]) < 5 / 256
-
-
-def rounded(kernels: ModuleType, x: Tensor, key: int = KEY) -> Tensor:
-    out = torch.empty(x.numel(), dtype=torch.bfloat16)
-    kernels.round_at_random_(out, x, key)
-    return out
-
-
-@settings(deadline=None)  # the first call may compile
-@given(st.lists(st.floats(width=32), max_size=70), st.integers(0, 2**64 - 1))
-@example([math.nan, math.inf, -math.inf, 3.4028235e38, -3.3895314e38, 1e-45, -0.0, 0.0], KEY)
-def test_both_modules_round_to_the_same_bfloat16_next_to_each_value(
-    values: list[float], key: int
-) -> None:
-    x = torch.tensor(values, dtype=torch.float32)
-    found = rounded(quantize, x, key)
-    assert torch.equal(found.view(torch.int16), rounded(quantize_reference, x, key).view(torch.int16))
-    limit = torch.finfo(torch.bfloat16).max
-    known = ~x.isnan()
-    assert found[~known].isnan().all()
-    bits = x.clamp(-limit, limit)[known].view(torch.int32)
-    towards_zero = (bits >> 16 << 16).view(torch.float32)
-    beyond = ((bits >> 16) + 1 << 16).view(torch.float32)
-    got = found[known].float()
-    assert ((got == towards_zero) | (got == beyond)).all()
-    exact = (bits & 0xFFFF) == 0
-    assert torch.equal(got[exact], towards_zero[exact])
-
-
-@MODULES
-def test_rounding_at_random_is_right_on_average(kernels: ModuleType) -> None:
-    for value in (1.001, -1.001, 1e-30, -257.7):
-        x = torch.full((1 << 16,), value)
-        off = rounded(kernels, x).double().mean().item() / x[0].item() - 1
-        assert abs(off) < 4 * 2**-8 / 2 / 2**8  # of the mean of 2^16 that differ by at most 2^-7
-
-
 def test_natural_sends_powers_of_two() -> None:
     x = gradient(5000)
     for level in (8, 4, 2):
@@ -394,7 +169,7 @@ def test_one_bit_is_the_mean_of_each_side() -> None:
 # --- buckets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.shrinks], ids=repr)
+@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.entropy_coded], ids=repr)
 def test_layers_in_one_call_equal_one_call_each(member: Quantizer) -> None:
     sizes = [0, 1, 5000, 0, 513, 31]
     parts = [numbers("normal", size, size) for size in sizes]
@@ -535,59 +310,6 @@ def test_members_that_differ_in_bits_share_a_state() -> None:
     assert ALQ(norm="l2").state_key != ALQ().state_key
 
 
-# --- Huffman coding ------------------------------------------------------------------------------
-
-
-def optimal_bits(counts: npt.NDArray[np.int64]) -> int:
-    """The bits of a Huffman code without a limit, by merging the two least again and again."""
-    rest, total = sorted(int(count) for count in counts if count), 0
-    while len(rest) > 1:
-        merged = rest[0] + rest[1]
-        total += merged
-        rest = sorted([merged, *rest[2:]])
-    return total
-
-
-@usual
-@given(st.lists(st.integers(0, 1000), min_size=2, max_size=60))
-def test_the_code_is_optimal_complete_and_reads_back(counts: list[int]) -> None:
-    counts[0] += 1
-    symbols = np.array(counts, np.int64)
-    code = huffman.Code.of(symbols, 1, symbols.size)
-    used = code.lengths[symbols > 0].astype(np.int64)
-    assert not code.lengths[symbols == 0].any()
-    if used.size > 1:
-        assert (code.lengths * symbols).sum() == optimal_bits(symbols)
-        assert np.sum(2.0**-used) == 1
-    data = np.frombuffer(code.to_bytes() + b"123", np.uint8)
-    read = huffman.Code.read(data, symbols.size)
-    assert not isinstance(read, Damage)
-    assert np.array_equal(read[0].lengths, code.lengths)
-    assert read[1] == data.size - 3
-
-
-def test_codewords_are_limited_to_fifteen_bits() -> None:
-    fibonacci = [1, 1]
-    while len(fibonacci) < 40:
-        fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    for counts in (fibonacci, [1] * 2**15, [1] * 3000 + [2**40], list(range(1, 3000))):
-        code = huffman.Code.of(np.array(counts, np.int64), 1, len(counts))
-        assert code.lengths.max() <= 15
-        assert np.sum(2.0 ** -code.lengths.astype(np.float64)) == 1
-
-
-HUFFMAN = [
-    QSGD(coding="huffman"),
-    QSGDInf(coding="huffman"),
-    NUQSGD(coding="huffman"),
-    Natural(coding="huffman"),
-    TernGrad(coding="huffman"),
-    ALQ(zero="true"),  # else it would depend on the coding
-    AMQ(),
-    ALQ(zero="true", norm="l2"),
-]
-
-
 @pytest.mark.parametrize("member", HUFFMAN, ids=repr)
 def test_huffman_coding_changes_the_bytes_and_nothing_else(member: Quantizer) -> None:
     sizes = [0, 1, 70_000, 513, 3361]
@@ -611,11 +333,9 @@ def test_huffman_coding_changes_the_bytes_and_nothing_else(member: Quantizer) ->
 def test_three_bits_come_within_two_percent_of_the_entropy(member: Quantizer) -> None:
     x = torch.randn(2**21, generator=torch.Generator().manual_seed(3))
     tables = member.tables([3], None)
-    body, _ = quantize.quantize_compress_(
-        x.clone(), np.array([0, x.numel()]), np.array([3]), member.rule, tables
-    )
+    body, _ = cpu.compress_(x.clone(), np.array([0, x.numel()]), np.array([3]), member.rule, tables)
     alphabet = int(tables.alphabets[3])
-    codes = quantize_reference.unpack(body[1 + member.rule.norm_bytes(x.numel()) :], 3, alphabet)
+    codes = reference.unpack(body[1 + member.rule.norm_bytes(x.numel()) :], 3, alphabet)
     shares = torch.bincount(codes).double() / codes.numel()
     entropy = float(-(shares[shares > 0] * shares[shares > 0].log2()).sum())
     payload = member.compress_(x, 3)
@@ -657,46 +377,6 @@ def test_a_planner_sees_what_huffman_coding_saves() -> None:
     for row, size in zip(rows, sizes.tolist(), strict=True):
         sent = row.compressor.compress_(x.clone(), row.level)
         assert size == pytest.approx(sent.nbytes, rel=0.05)
-
-
-# --- damage --------------------------------------------------------------------------------------
-
-SIZES_TO_DAMAGE = [300, 0, 1, 4000]
-
-
-def bodies_to_damage() -> list[tuple[Quantizer, npt.NDArray[np.uint8]]]:
-    parts = [numbers("normal", size, 12) for size in SIZES_TO_DAMAGE]
-    bodies = []
-    for member in MEMBERS:
-        for level in member.levels(Layer(0, "w", (1,)))[::2]:
-            x = torch.from_numpy(np.concatenate(parts))
-            body, _ = member.compress_layers_(LayerBatch(x, offsets_of(parts), [level] * len(parts)))
-            bodies.append((member, body.numpy()))
-    return bodies
-
-
-def outcome(kernels: ModuleType, body: Tensor, rule: QuantizationRule) -> str:
-    outs = [torch.zeros(size) for size in SIZES_TO_DAMAGE]
-    try:
-        kernels.quantize_decompress_add_(body, 1, outs, 1.0, rule, rule.tables)
-    except WireError as error:
-        return str(error)
-    return str([bits(out).tolist() for out in outs])
-
-
-def test_cpu_and_reference_find_the_same_damage() -> None:
-    rng = np.random.default_rng(15)
-    bodies = [
-        (member, body)
-        for member, body in bodies_to_damage()
-        if not member.shrinks and not member.rule.carried
-    ]
-    for i in range(1500):
-        member, body = bodies[i % len(bodies)]
-        broken = torch.from_numpy(damage(body, rng))
-        if broken.numel():
-            results = {outcome(k, broken, member.rule) for k in (quantize, quantize_reference)}
-            assert len(results) == 1
 
 
 def layer_of(width: int, norm: float, codes: bytes) -> bytes:
@@ -763,32 +443,3 @@ def test_a_damaged_stream_is_named_with_its_layer() -> None:
     for broken in (body[:-1], torch.cat([body, body[:1]])):
         with pytest.raises(WireError, match=r"(layer 0 of|left over)"):
             member.decompress_layers_add_(broken, [torch.zeros(9000)], 1.0)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [wire_quantized, quantized, quantize_reference, huffman],
-    ids=lambda module: module.__name__,
-)
-def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:
-    results = doctest.testmod(module)
-    assert results.attempted > 0
-    assert results.failed == 0
-
-
-@pytest.mark.parametrize("compressor", MEMBERS, ids=repr)
-@pytest.mark.parametrize("numel", [0, 1, 1_000, 70_000])
-def test_expectations_of_all_widths_in_one_scan_are_those_of_each(
-    compressor: Quantizer, numel: int
-) -> None:
-    x = torch.randn(numel)
-    x[: numel // 10] = 0.0
-    tables = compressor.tables(compressor.widths, None)
-    widths = [width for width in compressor.widths if tables.alphabets[width]]
-    for squared in (True, False):
-        weights, _ = quantize.norm_histogram(x, compressor.rule, squared=squared)
-        errors, counts = quantize.expected_error_at(weights, tables, widths)
-        each_error, each_count = quantize_reference.expected_error_at(weights, tables, widths)
-        np.testing.assert_allclose(errors, each_error, 1e-12)
-        np.testing.assert_allclose(counts, each_count, 1e-9, 1e-12 * weights.sum())
-        np.testing.assert_allclose(counts.sum(1), weights.sum(), 1e-9)

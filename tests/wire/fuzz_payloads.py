@@ -1,7 +1,7 @@
 """Damaged payloads against everything that reads them, between pages of memory that nobody may touch.
 
-    python tests/fuzz_payloads.py --cases 1000000 --jobs 2
-    python tests/fuzz_payloads.py --cases 20000 --seed 7 --compressor topk
+    python tests/wire/fuzz_payloads.py --cases 1000000 --jobs 2
+    python tests/wire/fuzz_payloads.py --cases 20000 --seed 7 --compressor topk
 
 A case takes a good payload, damages it (or not, in one of 16), and lets an operation have it. Payloads
 and outputs lie each between two pages that cannot be read or written, at the beginning or at the end of
@@ -40,13 +40,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive import kernels, wire
+from hvd_adaptive import wire
 from hvd_adaptive.compressors import REGISTRY, LinearCompressor, Payload, parse
-from hvd_adaptive.compressors import quantized as quantized_module
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
 from hvd_adaptive.compressors.sparse import SparseCompressor
-from hvd_adaptive.kernels import cpu, quantize_reference, reference
+from hvd_adaptive.kernels.base import BACKENDS
+from hvd_adaptive.kernels.cpu.memory import thread_buffers
 from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire_frame
 from hvd_adaptive.wire import varint as wire_varint
@@ -125,7 +125,7 @@ class Guard:
 
 
 class ExactRoom:
-    """In the place of what ``kernels.cpu`` decodes into: not an element more than was asked for."""
+    """In the place of the room to decode into: not an element more than was asked for."""
 
     def __init__(self) -> None:
         self._guards: list[Guard] = []
@@ -322,13 +322,12 @@ def as_tensor(data: bytes | bytearray) -> Tensor:
 @contextmanager
 def reference_kernels() -> Iterator[None]:
     """The reference in the place of the kernels for host memory."""
-    before = kernels._of_type, quantized_module.rounding_for
-    kernels._of_type = lambda device: reference  # type: ignore[assignment,misc]
-    quantized_module.rounding_for = lambda device: quantize_reference
+    before = BACKENDS["cpu"]
+    BACKENDS["cpu"] = "reference"
     try:
         yield
     finally:
-        kernels._of_type, quantized_module.rounding_for = before
+        BACKENDS["cpu"] = before
 
 
 # --- operations: each returns what was found, and the tensors that it wrote to ---------------------
@@ -513,8 +512,8 @@ class Fuzzer:
         most = max(len(body) for s in subjects for body in s.bodies)
         self.payload = Guard(8 * most + 4096)
         self.outs = [Guard(4 * max(sum(s.sizes) for s in subjects) + 64) for _ in range(4)]
-        cpu._work._decoded = ExactRoom()  # type: ignore[assignment]
-        cpu._work._candidates = ExactRoom()  # type: ignore[assignment]
+        thread_buffers._decoded = ExactRoom()  # type: ignore[assignment]
+        thread_buffers._candidates = ExactRoom()  # type: ignore[assignment]
 
     def case(self, number: int) -> bool:
         """One case; returns whether the payload was refused."""

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hvd_adaptive import compressors
 from hvd_adaptive.compressors import (
     REGISTRY,
     Compression,
@@ -112,6 +113,31 @@ def sample(numel: int, seed: int = 0) -> Tensor:
 def test_every_registered_compressor_has_a_row() -> None:
     assert {spec.partition(":")[0] for spec in MEMBERS} == set(REGISTRY)
     assert all(getattr(Compression, name) is REGISTRY[name] for name in REGISTRY)
+
+
+def test_every_registered_compressor_is_an_attribute_and_exported() -> None:
+    for name, member in REGISTRY.items():
+        assert member.name == name
+        assert getattr(Compression, name) is member
+        assert member.__name__ in compressors.__all__
+        assert getattr(compressors, member.__name__) is member
+    assert sorted(compressors.__all__) == sorted(set(compressors.__all__))
+
+
+@pytest.mark.parametrize(
+    ("spec", "level", "factor"),
+    [
+        ("topk", 0.01, 100),
+        ("dgc:density=0.5", 0.1, 10),
+        ("randomk", 0.25, 4),
+        ("fp16", 16, 2),
+        ("qsgd:block=65536", 4, 8),
+        ("none", 32, 1),
+    ],
+)
+def test_the_nominal_factor_is_that_of_the_papers(spec: str, level: float, factor: float) -> None:
+    layer = Layer(0, "w", (1000, 1000))
+    assert parse(spec).nominal_factor(level, layer) == pytest.approx(factor, rel=1e-3)
 
 
 # --- what is sent and what stays ------------------------------------------------------------------
@@ -652,7 +678,7 @@ def test_compressors_and_planning_import_without_horovod_and_mpi() -> None:
     code = (
         "import sys\n"
         "for name in ('horovod', 'horovod.torch', 'mpi4py', 'mpi4py.MPI'): sys.modules[name] = None\n"
-        "import hvd_adaptive.compressors, hvd_adaptive.planning, hvd_adaptive.kernels.cpu\n"
+        "import hvd_adaptive.compressors, hvd_adaptive.planning, hvd_adaptive.kernels.cpu.sparse\n"
         "import hvd_adaptive.feedback\n"
         "import hvd_adaptive; assert hvd_adaptive.Compression.topk(density=0.5).density == 0.5\n"
     )

@@ -1,7 +1,7 @@
 """Payloads that must not change: what every registered compressor sends of fixed tensors.
 
-    python tests/golden_payloads.py            compare with tests/golden/payloads.json
-    python tests/golden_payloads.py --write    replace it, where the wire format changes on purpose
+    python tests/wire/golden_payloads.py            compare with tests/wire/golden/payloads.json
+    python tests/wire/golden_payloads.py --write    replace it, where the wire format changes on purpose
 
 A digest of the bytes stands for a payload. Factors of PowerSGD come out of BLAS, whose last digits
 depend on the processor: of them, sizes and rounded norms are kept.
