@@ -34,6 +34,7 @@ KEPT_VERSIONS = 3
 LATELY = 3600.0
 """Seconds since its last start for which a version may still be compiling."""
 _PREFIX = "hvd_adaptive-kernels-"
+_REMOVED = _PREFIX + "removed-"
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -129,10 +130,13 @@ def remove_old_versions(parent: Path, name: str) -> None:
             if path.name != name and path.is_dir():
                 found.append((path.stat().st_mtime, path))
     found.sort(reverse=True)
-    for used, path in found[KEPT_VERSIONS - 1 :]:
+    # what is emptied, perhaps by a rank that was killed meanwhile, is no version
+    emptied = [row for row in found if row[1].name.startswith(_REMOVED)]
+    versions = [row for row in found if row not in emptied]
+    for used, path in [*versions[KEPT_VERSIONS - 1 :], *emptied]:
         if time.time() - used < LATELY:
             continue
-        doomed = parent / f"{_PREFIX}removed-{uuid.uuid4().hex}"
+        doomed = parent / f"{_REMOVED}{uuid.uuid4().hex}"
         with suppress(OSError):
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
