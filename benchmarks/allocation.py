@@ -36,6 +36,7 @@ from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_
 from hvd_adaptive.adaptation.sampling import SAMPLES
 from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.compressors import CastCompressor
+from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.compressors.sparse import DensityCompressor
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
@@ -209,7 +210,9 @@ def compress(
             for key, grads in enumerate(steps):
                 x = grads[row.layer.index].clone()
                 shape = row.layer.shape
-                payload = compressor.compress_(x, level, key=key, shape=shape, state=state)
+                payload = compressor.compress_(
+                    x, level, LayerContext(key=key, shape=shape, state=state)
+                )
                 found[kind] += (payload.nbytes, float(x.double().square().sum()))
     count = {"sampled": len(moment.sampled), "fresh": len(moment.fresh)}
     return {kind: tuple((sums / count[kind]).tolist()) for kind, sums in found.items()}

@@ -34,12 +34,13 @@ import cells
 import report
 from hvd_adaptive.commands import precompile
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, MultiLevel
+from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch, MultiLevel
 from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
-from hvd_adaptive.kernels import cpu
-from hvd_adaptive.kernels.reference import BINS
-from hvd_adaptive.wire import ValueFormat, count_of
+from hvd_adaptive.kernels.cpu import sparse as cpu
+from hvd_adaptive.kernels.selection import errors_from_spectrum
+from hvd_adaptive.wire import ValueFormat
+from hvd_adaptive.wire.sparse import count_of
 
 CONTESTANTS: dict[str, tuple[Compressor, float]] = {
     "topk": (TopK(density=0.01), 8.0),
@@ -81,7 +82,6 @@ SPEEDUP_BAR = 15.0
 BITS_BARS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
 SMALL_LAYER_BAR = 15.0  # microseconds
 RANKS = 4
-WITH_SPECTRUM = "bf16 + spectrum"
 DENSITIES = (0.001, 0.01, 0.1)
 
 
@@ -141,18 +141,16 @@ def torch_topk(bucket: Setup) -> None:
         x.scatter_(0, indices, 0.0)
 
 
-def compress(bucket: Setup, values: ValueFormat, spectra: np.ndarray | None = None) -> Tensor:
+def compress(bucket: Setup, values: ValueFormat) -> Tensor:
     """The kernel's way; returns the body."""
-    body, _ = cpu.sparse_compress_(
-        bucket.x, bucket.offsets, bucket.counts, values, bucket.grads, spectra=spectra
-    )
+    body, _ = cpu.compress_(bucket.x, bucket.offsets, bucket.counts, values, bucket.grads)
     return body
 
 
 def decompress(bucket: Setup, body: Tensor) -> None:
     """Add what all ranks sent (the same body from each)."""
     for _ in range(RANKS):
-        cpu.sparse_decompress_add_(body, bucket.outs, 1.0 / RANKS)
+        cpu.decompress_add_(body, bucket.outs, 1.0 / RANKS)
 
 
 def entropy(density: float, values: ValueFormat) -> float:
@@ -171,15 +169,12 @@ def large_layer(numel: int, density: float, repeats: int) -> dict[str, dict[str,
     }
     for values in ValueFormat:
         contestants[values.name] = lambda values=values: compress(bucket, values)
-    spectra = np.zeros((1, BINS), np.int64)
-    contestants[WITH_SPECTRUM] = lambda: compress(bucket, ValueFormat.bf16, spectra)
     seconds = take_turns(contestants, repeats, bucket.refill)
     memcpy, count = seconds["memcpy"], int(bucket.counts[0])
     figures = {
         name: {"ms": 1e3 * seconds[name], "copies": seconds[name] / memcpy}
-        for name in ("memcpy", "torch", WITH_SPECTRUM)
+        for name in ("memcpy", "torch")
     }
-    figures[WITH_SPECTRUM]["speedup"] = seconds["torch"] / seconds[WITH_SPECTRUM]
     wanted = bucket.start + bucket.grads[0]
     for values in ValueFormat:
         bucket.refill()
@@ -224,14 +219,14 @@ def planning(numel: int, repeats: int) -> dict[str, float]:
         {
             "memcpy": lambda: copy.copy_(x),
             "spectrum": lambda: cpu.spectrum(x),
-            "errors": lambda: cpu.errors_from_spectrum(hist, energy, numel, counts),
+            "errors": lambda: errors_from_spectrum(hist, energy, numel, counts),
         },
         repeats,
         lambda: None,
     )
     squares = x.double().square().sort(descending=True).values.cumsum(0)
     truth = energy - squares[torch.from_numpy(counts) - 1].numpy()
-    estimated = cpu.errors_from_spectrum(hist, energy, numel, counts)
+    estimated = errors_from_spectrum(hist, energy, numel, counts)
     return {
         "spectrum_ms": 1e3 * seconds["spectrum"],
         "spectrum_copies": seconds["spectrum"] / seconds["memcpy"],
@@ -244,7 +239,7 @@ def accumulate_and_compress(compressor: Compressor, bucket: Setup) -> None:
     """What a step does with one bucket, whatever the compressor's kind."""
     if isinstance(compressor, GatheredCompressor):
         levels = [compressor.level] * len(bucket.grads)
-        compressor.compress_layers_(bucket.x, bucket.offsets, levels, bucket.grads)
+        compressor.compress_layers_(LayerBatch(bucket.x, bucket.offsets, levels, bucket.grads))
         return
     for layer, grad in enumerate(bucket.grads):
         x = bucket.x[bucket.offsets[layer] : bucket.offsets[layer + 1]]
@@ -292,7 +287,9 @@ def quantized(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     members = {spec: cast(GatheredCompressor, parse(spec)) for spec in QUANTIZERS}
 
     def compress_with(member: GatheredCompressor) -> Tensor:
-        body, _ = member.compress_layers_(bucket.x, bucket.offsets, [member.level], bucket.grads)
+        body, _ = member.compress_layers_(
+            LayerBatch(bucket.x, bucket.offsets, [member.level], bucket.grads)
+        )
         return body
 
     bodies = {spec: compress_with(member) for spec, member in members.items()}
@@ -385,7 +382,7 @@ def print_large(numel: int, density: float, figures: dict[str, dict[str, float]]
 def missed_of_sparse(large: dict[str, dict[str, float]], small: dict[str, float]) -> list[str]:
     """Bars of one layer in all value formats, and of small layers."""
     found = []
-    for name in (*ValueFormat.__members__, WITH_SPECTRUM):
+    for name in ValueFormat.__members__:
         row = large[name]
         if row["copies"] > COPIES_BAR:
             found.append(f"{name}: {row['copies']:.1f} copies, bar {COPIES_BAR}")

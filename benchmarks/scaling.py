@@ -39,7 +39,7 @@ import cells
 import lab
 import report
 from hvd_adaptive import compressors
-from hvd_adaptive.compressors.base import Batch, GatheredCompressor, LinearCompressor
+from hvd_adaptive.compressors.base import GatheredCompressor, LayerBatch, LinearBatch, LinearCompressor
 from hvd_adaptive.layers import Layer
 from scaling_model import (
     Line,
@@ -222,7 +222,7 @@ def work_of(spec: str, layers: int, side: int, repeats: int) -> Work:
         outs = [torch.zeros_like(grad) for grad in grads]
         for _ in range(repeats + 1):
             started = perf_counter()
-            body, _ = compressor.compress_layers_(x, offsets, level, grads)
+            body, _ = compressor.compress_layers_(LayerBatch(x, offsets, level, grads))
             between = perf_counter()
             compressor.decompress_layers_add_(body, outs, 1.0)
             encode.append(between - started)
@@ -235,7 +235,7 @@ def work_of(spec: str, layers: int, side: int, repeats: int) -> Work:
     for _ in range(repeats + 1):
         started = perf_counter()
         torch._foreach_add_(parts, grads)
-        rounds = compressor.rounds(Batch(parts, outs, described, level, keys, state))
+        rounds = compressor.rounds(LinearBatch(parts, outs, described, level, keys, state))
         sent = [next(rounds)]
         with contextlib.suppress(StopIteration):
             while True:

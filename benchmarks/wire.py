@@ -31,10 +31,11 @@ from torch.nn import functional as F
 import cells
 import report
 from hvd_adaptive.compressors import parse
+from hvd_adaptive.compressors.base import LayerBatch
 from hvd_adaptive.compressors.distributions import Norm
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.compressors.quantized import ALQ, AMQ
-from hvd_adaptive.wire import count_of
+from hvd_adaptive.wire.sparse import count_of
 
 LEARNT = {
     "AMQ": "amq:norm=l2",
@@ -222,7 +223,7 @@ def coded(taken: list[list[Tensor]], spec: str) -> dict[str, float]:
     x = torch.cat(layers)
     offsets = np.cumsum([0, *(layer.numel() for layer in layers)])
     rest, bits = x.clone(), [BITS] * len(layers)
-    body, _ = member.compress_layers_(rest, offsets, bits, state=state)
+    body, _ = member.compress_layers_(LayerBatch(rest, offsets, bits, state=state))
     outs = [torch.zeros(layer.numel()) for layer in layers]
     member.decompress_layers_add_(body, outs, 1.0)
     entropy = _entropy(layers, outs, state.table(BITS), norm)

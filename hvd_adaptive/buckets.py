@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_adaptive import wire
 from hvd_adaptive.compressors.base import CastCompressor, Compressor, Level
 from hvd_adaptive.layers import Layer, PayloadKind
+from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES, frame_bytes
 
 # A dense tensor at least this large is sent alone: its gradient then is the collective's buffer, and
 # the copy into and out of a shared buffer is saved. Below it, one operation for many layers is worth
@@ -144,7 +144,8 @@ def check_gathered(buckets: Sequence[Bucket], ranks: int) -> None:
     """Raise where all ranks would gather more than MPI's 32-bit displacements reach.
 
     Everything that decides is the same on all ranks. Compressors whose data decide how much they send
-    are left out: what is too much then shows when it is there (:func:`hvd_adaptive.wire.too_large`).
+    are left out: what is too much then shows when it is there
+    (:func:`hvd_adaptive.wire.frame.too_large`).
 
     Args:
         buckets: of one layout.
@@ -155,11 +156,11 @@ def check_gathered(buckets: Sequence[Bucket], ranks: int) -> None:
     """
     for bucket in buckets:
         total = _gathered_bytes(bucket, ranks)
-        if total > wire.MAX_GATHERED_BYTES:
+        if total > MAX_GATHERED_BYTES:
             first, last = bucket.layers[0].name, bucket.layers[-1].name
             raise ValueError(
                 f"bucket {bucket.index} ({first} to {last}) would gather up to {total} bytes from "
-                f"{ranks} ranks, but MPI reaches {wire.MAX_GATHERED_BYTES}: use a level that sends "
+                f"{ranks} ranks, but MPI reaches {MAX_GATHERED_BYTES}: use a level that sends "
                 "less, fp16 or another compressor that is summed, or, with several layers, a "
                 f"bucket_cap_mb below the bucket's {bucket.dense_bytes >> 20} MB"
             )
@@ -181,7 +182,7 @@ def _gathered_bytes(bucket: Bucket, ranks: int) -> int:
         for segment in bucket.segments
         if not segment.compressor.size_varies
     ]
-    return ranks * wire.frame_bytes(codes)
+    return ranks * frame_bytes(codes)
 
 
 def is_sent_alone(layer: Layer, key: _Key, compressed: bool) -> bool:

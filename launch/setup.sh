@@ -98,7 +98,7 @@ environment_key() {
 }
 
 # By time and size, not by content: so does Numba decide whether its cache still holds.
-kernels_key() { { stat -c '%n %Y %s' "$root"/hvd_adaptive/kernels/*.py 2>/dev/null || true; } | digest; }
+kernels_key() { { find "$root"/hvd_adaptive/{kernels,wire} -name "*.py" -exec stat -c "%n %Y %s" {} + 2>/dev/null | sort || true; } | digest; }
 
 stamped() { [[ -f $state/$1 && $(<"$state/$1") == "$2" ]]; }
 stamp() { mkdir -p "$state" && say "$2" >"$state/$1"; }

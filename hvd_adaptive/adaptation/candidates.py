@@ -11,7 +11,13 @@ from torch import Tensor
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.compressors import CastCompressor, format_spec
-from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, Level
+from hvd_adaptive.compressors.base import (
+    CodecState,
+    Compressor,
+    GatheredCompressor,
+    LayerContext,
+    Level,
+)
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Measurement, Recipe
 from hvd_adaptive.planning.recipes import format_recipe
@@ -39,9 +45,7 @@ class Candidate:
 
     def nominal_factor(self, layer: Layer) -> float:
         """Compression factor as the papers count it: 100 for a density of 1 %, 8 for 4 bits."""
-        if self.compressor.level_is_density:
-            return 1.0 / float(self.level)
-        return layer.nbytes / max(1, self.payload_bytes(layer))
+        return self.compressor.nominal_factor(self.level, layer)
 
 
 def candidates_of(layer: Layer, compressors: Sequence[Compressor]) -> tuple[Candidate, ...]:
@@ -83,7 +87,7 @@ def errors_of(
     """
     errors = np.zeros(len(candidates))
     for compressor, mine, levels, state in _by_compressor(candidates, states):
-        errors[mine] = compressor.errors(x, levels, shape=layer.shape, state=state)
+        errors[mine] = compressor.errors(x, levels, LayerContext(shape=layer.shape, state=state))
     return errors
 
 
@@ -96,7 +100,7 @@ def sizes_of(
     """Bytes of every candidate, ``int64[C]``; arguments as of :func:`errors_of`."""
     sizes = np.zeros(len(candidates), np.int64)
     for compressor, mine, levels, state in _by_compressor(candidates, states):
-        sizes[mine] = compressor.sizes(x, levels, shape=layer.shape, state=state)
+        sizes[mine] = compressor.sizes(x, levels, LayerContext(shape=layer.shape, state=state))
     return sizes
 
 

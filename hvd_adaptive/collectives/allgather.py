@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive import wire
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps, as_float32, hand_over
 from hvd_adaptive.comm.request import Request, operation_bytes
-from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor
+from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
 from hvd_adaptive.layers import PayloadKind
+from hvd_adaptive.wire import frame as wire
 
 
 class AllGather(Scheme):
@@ -70,13 +70,15 @@ def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
     for segment in bucket.segments:
         compressor = _gathered(segment)
         code, stats = compressor.compress_layers_(
-            x,
-            offsets[segment.start : segment.stop + 1],
-            segment.levels,
-            adds[segment.start : segment.stop],
-            keys=io.keys(bucket, segment, io.rank) if compressor.draws else None,
-            reserve=_room(bucket),
-            state=io.codec_states.get(segment.compressor.state_key),
+            LayerBatch(
+                x,
+                offsets[segment.start : segment.stop + 1],
+                segment.levels,
+                adds[segment.start : segment.stop],
+                keys=io.keys(bucket, segment, io.rank) if compressor.draws else None,
+                reserve=_room(bucket),
+                state=io.codec_states.get(segment.compressor.state_key),
+            )
         )
         if not segment.keeps:
             x[offsets[segment.start] : offsets[segment.stop]].zero_()

@@ -19,7 +19,13 @@ from hvd_adaptive.collectives.base import (
     shaped,
 )
 from hvd_adaptive.comm.request import Request
-from hvd_adaptive.compressors.base import Batch, CastCompressor, LinearCompressor, Rounds, all_finite
+from hvd_adaptive.compressors.base import (
+    CastCompressor,
+    LinearBatch,
+    LinearCompressor,
+    Rounds,
+    all_finite,
+)
 from hvd_adaptive.feedback import split
 
 Reduction: TypeAlias = Callable[[Tensor, BucketIO], Generator[Request, Tensor, Tensor]]
@@ -76,9 +82,9 @@ def _run_rounds(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction: Re
 
 def _batch(
     bucket: Bucket, segment: Segment, x: Sequence[Tensor], outs: Sequence[Tensor], io: BucketIO
-) -> Batch:
+) -> LinearBatch:
     """One linear compressor's share of a bucket."""
-    return Batch(
+    return LinearBatch(
         x[segment.start : segment.stop],
         outs[segment.start : segment.stop],
         bucket.layers[segment.start : segment.stop],

@@ -16,7 +16,7 @@ import torch
 
 from hvd_adaptive.comm.excepthook import told_by
 from hvd_adaptive.comm.transport import joins_named
-from hvd_adaptive.wire import MAX_GATHERED_BYTES
+from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES
 
 T = TypeVar("T")
 

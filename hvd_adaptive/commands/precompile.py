@@ -12,7 +12,8 @@ import torch
 
 from hvd_adaptive import compressors
 from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
-from hvd_adaptive.kernels import cpu
+from hvd_adaptive.compressors.base import LayerBatch, LayerContext
+from hvd_adaptive.kernels import for_device
 from hvd_adaptive.planning import knapsack
 
 _OPTIONS = ("alq:coding=huffman", "redsync:values=sign")
@@ -24,7 +25,7 @@ def precompile() -> float:
     start = time.perf_counter()
     for name in (*compressors.REGISTRY, *_OPTIONS):
         _use(compressors.parse(name))
-    cpu.sample_spectrum(torch.ones(64))
+    for_device(torch.device("cpu")).sparse.sample_spectrum(torch.ones(64))
     for solve in (knapsack.min_cost, knapsack.min_error):
         solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
     return time.perf_counter() - start
@@ -39,13 +40,15 @@ def _use(compressor: Compressor) -> None:
     level = compressor.level
     if isinstance(compressor, GatheredCompressor):
         grads = [torch.ones(64)]
-        body, _ = compressor.compress_layers_(x.clone(), np.array([0, 64]), [level], grads, state=state)
+        body, _ = compressor.compress_layers_(
+            LayerBatch(x.clone(), np.array([0, 64]), [level], grads, state=state)
+        )
         compressor.decompress_layers_sum_([body], [torch.zeros(64)], 1.0)
-    payload = compressor.compress_(x, level, shape=(8, 8), state=state)
+    payload = compressor.compress_(x, level, LayerContext(shape=(8, 8), state=state))
     if isinstance(compressor, MultiLevel):
         payload = compressor.recompress_(payload, x, level / 2)
     compressor.decompress_add_(payload, torch.zeros(64))
-    compressor.errors(x, [level], shape=(8, 8), state=state)
+    compressor.errors(x, [level], LayerContext(shape=(8, 8), state=state))
 
 
 def main() -> None:

@@ -1,20 +1,22 @@
 """The compressors, by name.
 
-A new member is one class and one row of ``REGISTRY``.
+A new member is one class and one row of :class:`Compression`, from which ``REGISTRY`` is made.
 """
 
 from __future__ import annotations
 
 from hvd_adaptive import specs
 from hvd_adaptive.compressors.base import (
-    Batch,
     CastCompressor,
     CodecState,
     Compressor,
     GatheredCompressor,
+    LayerBatch,
+    LayerContext,
     LayerStats,
     Learner,
     Level,
+    LinearBatch,
     LinearCompressor,
     MultiLevel,
     Payload,
@@ -36,34 +38,12 @@ from hvd_adaptive.compressors.quantized import (
 from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 
-REGISTRY: dict[str, type[Compressor]] = {
-    member.name: member
-    for member in (
-        NoCompression,
-        Float16,
-        BFloat16,
-        TopK,
-        GlobalTopK,
-        Threshold,
-        DGC,
-        RedSync,
-        RandomK,
-        PowerSGD,
-        QSGD,
-        QSGDInf,
-        NUQSGD,
-        Natural,
-        TernGrad,
-        SignSGD,
-        OneBit,
-        ALQ,
-        AMQ,
-    )
-}
-
 
 class Compression:
-    """The compressors as attributes: ``Compression.fp16``, ``Compression.topk(density=0.01)``."""
+    """The compressors as attributes: ``Compression.fp16``, ``Compression.topk(density=0.01)``.
+
+    The rows of :data:`REGISTRY`: each member stands here under its ``name``.
+    """
 
     none = NoCompression
     fp16 = Float16
@@ -84,6 +64,12 @@ class Compression:
     onebit = OneBit
     alq = ALQ
     amq = AMQ
+
+
+REGISTRY: dict[str, type[Compressor]] = {
+    name: member for name, member in vars(Compression).items() if isinstance(member, type)
+}
+"""The compressors by name, in the order of :class:`Compression`."""
 
 
 def parse(spec: str | Compressor | type[Compressor]) -> Compressor:
@@ -135,7 +121,6 @@ __all__ = [
     "QSGD",
     "REGISTRY",
     "BFloat16",
-    "Batch",
     "CastCompressor",
     "CodecState",
     "Compression",
@@ -143,10 +128,13 @@ __all__ = [
     "Float16",
     "GatheredCompressor",
     "GlobalTopK",
+    "LayerBatch",
+    "LayerContext",
     "LayerStats",
     "LayerwiseCompressor",
     "Learner",
     "Level",
+    "LinearBatch",
     "LinearCompressor",
     "MultiLevel",
     "Natural",

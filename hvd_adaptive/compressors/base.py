@@ -120,6 +120,48 @@ class Learner(CodecState):
         """Use what the first rank's :meth:`fit` returned."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What a compressor may want to know of one layer besides its values and the level.
+
+    Args:
+        key: of the random numbers (see :mod:`hvd_adaptive.rng`), where there are any.
+        shape: the layer's shape, where that matters; None takes the tensor as it is.
+        state: of :meth:`Compressor.new_state`; None compresses as at the first step.
+    """
+
+    key: int = 0
+    shape: Shape | None = None
+    state: CodecState | None = None
+
+
+NO_CONTEXT = LayerContext()
+"""Key 0, no shape, and nothing learned so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBatch:
+    """The layers of one gathered compressor in one bucket, side by side in one buffer.
+
+    Args:
+        x: float32, 1-D; layer ``i`` is ``x[offsets[i]:offsets[i + 1]]``; left with the remainder.
+        offsets: ``int64[L + 1]``, rising.
+        levels: one per layer.
+        grads: float32, contiguous, one per layer: added to ``x`` first, in the same pass.
+        keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
+        reserve: bytes to leave free at the front of the result, for a header.
+        state: of :meth:`Compressor.new_state`; None compresses as at the first step.
+    """
+
+    x: Tensor
+    offsets: Int64s
+    levels: Sequence[Level]
+    grads: Sequence[Tensor] | None = None
+    keys: npt.NDArray[np.uint64] | None = None
+    reserve: int = 0
+    state: CodecState | None = None
+
+
 class Compressor(ABC):
     """Makes a 1-D float32 tensor small at a level, and leaves in the tensor what was not sent.
 
@@ -131,8 +173,6 @@ class Compressor(ABC):
     payload_kind: ClassVar[PayloadKind]
     selects: ClassVar[bool] = False
     """True if a payload holds some of the elements and leaves the others as they are."""
-    level_is_density: ClassVar[bool] = False
-    """True if a level is the share of elements that are sent: its compression factor is the inverse."""
     whole_model: ClassVar[bool] = False
     """True if all layers are compressed together, whatever a bucket's size."""
 
@@ -169,10 +209,7 @@ class Compressor(ABC):
         self,
         x: Tensor,
         level: Level,
-        *,
-        key: int = 0,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Payload:
         """Compress ``x`` and leave in it what the payload does not hold.
 
@@ -182,9 +219,7 @@ class Compressor(ABC):
         Args:
             x: float32, 1-D, contiguous; overwritten by the remainder.
             level: one of :meth:`levels`, or any value of the same kind.
-            key: of the random numbers (see :mod:`hvd_adaptive.rng`), where there are any.
-            shape: the layer's shape, where that matters; None takes ``x`` as it is.
-            state: of :meth:`new_state`; None compresses as at the first step.
+            context: what else is known of the layer.
 
         Raises:
             ValueError: ``x`` is not a 1-D contiguous float32 tensor, or holds a NaN or an Inf.
@@ -203,9 +238,7 @@ class Compressor(ABC):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """Squared L2 error of compressing ``x`` at each of ``levels``, without changing ``x``.
 
@@ -217,6 +250,14 @@ class Compressor(ABC):
         """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it, unless
         ``size_varies``)."""
 
+    def nominal_factor(self, level: Level, layer: Layer) -> float:
+        """The compression factor as the papers count it: 8 for 4 bits.
+
+        For sparsifiers it is 100 at a density of 1 %, which counts elements and not the bytes of their
+        positions.
+        """
+        return layer.nbytes / max(1, self.wire_bytes(layer.numel, level, shape=layer.shape))
+
     @property
     def size_varies(self) -> bool:
         """True if the data decide how many bytes a level sends: then :meth:`sizes` tells them."""
@@ -226,23 +267,19 @@ class Compressor(ABC):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Int64s:
         """Bytes that ``x`` (float32, 1-D) sends at each of ``levels`` (at most; close to it).
 
         Args:
             x: what is compressed, with the remainder of earlier steps.
             levels: as of :meth:`errors`.
-            shape: the layer's shape, where that matters.
-            state: of :meth:`new_state`; None as at the first step.
+            context: what else is known of the layer.
 
         Returns:
             ``int64[levels]``; :meth:`wire_bytes` unless ``size_varies``.
         """
-        del state
-        return np.array([self.wire_bytes(x.numel(), level, shape=shape) for level in levels])
+        return np.array([self.wire_bytes(x.numel(), level, shape=context.shape) for level in levels])
 
 
 class MultiLevel(ABC):
@@ -271,7 +308,7 @@ class ClearsSent(Protocol):
 
 
 @dataclass(slots=True)
-class Batch:
+class LinearBatch:
     """The layers of one linear compressor in one bucket.
 
     Args:
@@ -310,7 +347,7 @@ class LinearCompressor(Compressor):
         """dtype on the wire; None keeps the gradient's own."""
 
     @abstractmethod
-    def rounds(self, batch: Batch) -> Rounds:
+    def rounds(self, batch: LinearBatch) -> Rounds:
         """Reduce a batch of layers in one round of allreduce or several.
 
         All ranks yield tensors of the same sizes, in the wire dtype, whatever their layers hold. A
@@ -352,7 +389,7 @@ class CastCompressor(LinearCompressor):
             out.copy_(x)
 
     @final
-    def rounds(self, batch: Batch) -> Rounds:
+    def rounds(self, batch: LinearBatch) -> Rounds:
         """One round of the cast values; the remainder is the rounding error."""
         casts = [torch.empty_like(x, dtype=batch.dtype) for x in batch.x]
         for x, cast in zip(batch.x, casts, strict=True):
@@ -366,13 +403,10 @@ class CastCompressor(LinearCompressor):
         self,
         x: Tensor,
         level: Level,
-        *,
-        key: int = 0,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Payload:
         """Cast; the remainder is the rounding error."""
-        del key, shape, state
+        del context
         check_input(x)
         data = torch.empty_like(x, dtype=self.wire_dtype or x.dtype)
         self.encode(x, data)
@@ -392,12 +426,10 @@ class CastCompressor(LinearCompressor):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """The rounding error, the same at every level."""
-        del shape, state
+        del context
         data = torch.empty_like(x, dtype=self.wire_dtype or x.dtype)
         self.encode(x, data)
         error = float((x - data.to(x.dtype)).double().square().sum())
@@ -441,34 +473,12 @@ class GatheredCompressor(Compressor):
     """Whether random numbers are needed: without them, no keys are."""
 
     @abstractmethod
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: npt.NDArray[np.int64],
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: npt.NDArray[np.int64] | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
+    def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """Compress layers that stand side by side in one buffer.
 
         A layer that holds a NaN or an Inf (in ``x`` or in its gradient) keeps its ``x`` and sends a
         mark instead. Where the gradient was added and taken away again, ``x`` is what it was but for
         rounding: within ``2^-21 (|x| + |grad|)``.
-
-        Args:
-            x: float32, 1-D; layer ``i`` is ``x[offsets[i]:offsets[i + 1]]``; left with the remainder.
-            offsets: ``int64[L + 1]``, rising.
-            levels: one a layer.
-            grads: float32, contiguous, one a layer: added to ``x`` first, in the same pass.
-            keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
-            reserve: bytes to leave free at the front of the result, for a header.
-            spectra: ``int64[L, 32768]``: counts of each layer's magnitudes before compression, by
-                exponent and 7 mantissa bits, are added to its row in the same pass.
-            state: of :meth:`new_state`; None compresses as at the first step.
 
         Returns:
             The bytes (uint8, ``reserve`` + body) and what was seen on the way.
@@ -509,19 +519,17 @@ class GatheredCompressor(Compressor):
         self,
         x: Tensor,
         level: Level,
-        *,
-        key: int = 0,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Payload:
         """One layer: see :meth:`compress_layers_`."""
         check_input(x)
         offsets = np.array([0, x.numel()], dtype=np.int64)
-        keys = np.array([key], dtype=np.uint64)
-        data, stats = self.compress_layers_(x, offsets, [level], keys=keys, state=state)
+        keys = np.array([context.key], dtype=np.uint64)
+        batch = LayerBatch(x, offsets, [level], keys=keys, state=context.state)
+        data, stats = self.compress_layers_(batch)
         if stats.nonfinite[0]:
             raise ValueError(f"{self.name}: the tensor holds a NaN or an Inf; it was left as it was")
-        return Payload(data, x.numel(), level, key, shape)
+        return Payload(data, x.numel(), level, context.key, context.shape)
 
     @final
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:

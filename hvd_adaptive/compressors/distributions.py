@@ -1,9 +1,9 @@
-"""How normalised magnitudes are distributed: mixtures of truncated normals, and how ranks find them.
+"""How normalized magnitudes are distributed: mixtures of truncated normals, and how ranks find them.
 
 A vector is cut into blocks, and each magnitude is divided by its block's norm: ``r`` in [0, 1]. Ranks
 measure two moments of ``r`` in every block (:func:`block_statistics`), keep a few groups of similar
 blocks (:func:`merge`), and make a mixture of them all (:func:`model`). :class:`Mixture` has closed
-forms; :class:`Table` is the same thing on a grid, a hundred times faster.
+forms; :class:`TabulatedDistribution` is the same thing on a grid, a hundred times faster.
 
 Source: Faghri, Tabrizian, Markov, Alistarh, Roy and Ramezani-Kebrya, "Adaptive Gradient Quantization
 for Data-Parallel SGD" (NeurIPS 2020), section 3.4.
@@ -148,7 +148,7 @@ class Mixture(Distribution):
         return np.where(reached_at_zero, 0.0, high)
 
 
-class Table(Distribution):
+class TabulatedDistribution(Distribution):
     """A distribution on a grid: flat within each cell, with a point mass at 0 where there is one.
 
     Integrals over the grid are exact, so that descent on a table is as monotone as on the mixture.
@@ -160,7 +160,7 @@ class Table(Distribution):
         distribution: what to tabulate.
 
     Example:
-        >>> table = Table(Mixture([0.0], [0.1], [1.0]))
+        >>> table = TabulatedDistribution(Mixture([0.0], [0.1], [1.0]))
         >>> round(float(table.inverse(0.5)), 4)  # the median of a half normal
         0.0674
     """

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
-    CodecState,
+    NO_CONTEXT,
     GatheredCompressor,
+    LayerBatch,
+    LayerContext,
     LayerStats,
     Level,
-    Shape,
     all_finite,
 )
-from hvd_adaptive.wire import WireError, varint_bytes, write_varint
+from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire.varint import varint_bytes, write_varint
 
 
 class LayerwiseCompressor(GatheredCompressor):
@@ -53,34 +55,20 @@ class LayerwiseCompressor(GatheredCompressor):
         """
 
     @final
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: npt.NDArray[np.int64],
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: npt.NDArray[np.int64] | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
+    def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """Layer after layer: add the gradient, encode, subtract what the code decodes to."""
-        del state
-        count = len(levels)
-        parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
+        x, grads = batch.x, batch.grads
+        count = len(batch.levels)
+        parts = [torch.zeros(batch.reserve, dtype=torch.uint8, device=x.device)]
         stats = LayerStats(np.zeros(count), np.zeros(count), np.zeros(count, np.bool_))
-        for layer, level in enumerate(levels):
-            kept = x[offsets[layer] : offsets[layer + 1]]
+        for layer, level in enumerate(batch.levels):
+            kept = x[batch.offsets[layer] : batch.offsets[layer + 1]]
             total = kept if grads is None else kept + grads[layer].reshape(-1)
             if not all_finite(total):
                 stats.nonfinite[layer] = True
                 parts.append(_bytes(write_varint(1), x.device))
                 continue
-            if spectra is not None:
-                bins = (total.view(torch.int32) & 0x7FFFFFFF) >> 16
-                spectra[layer] += torch.bincount(bins, minlength=spectra.shape[1]).cpu().numpy()
-            code = self.encode(total, level, 0 if keys is None else int(keys[layer]))
+            code = self.encode(total, level, 0 if batch.keys is None else int(batch.keys[layer]))
             decoded = self._decoded(code, total.numel())
             stats.energy[layer] = float(total.double().square().sum())
             stats.sent[layer] = float(decoded.double().square().sum())
@@ -117,12 +105,10 @@ class LayerwiseCompressor(GatheredCompressor):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """By really compressing at every level."""
-        del shape, state
+        del context
         decoded = (self._decoded(self.encode(x, level, 0), x.numel()) for level in levels)
         return np.array([float((x - each).double().square().sum()) for each in decoded])
 

@@ -30,7 +30,7 @@ from hvd_adaptive.compressors.base import Learner
 from hvd_adaptive.compressors.distributions import (
     Distribution,
     Norm,
-    Table,
+    TabulatedDistribution,
     block_statistics,
     merge,
     model,
@@ -40,7 +40,7 @@ Float32s: TypeAlias = npt.NDArray[np.float32]
 Kind: TypeAlias = Literal["alq", "amq"]
 Method: TypeAlias = Literal["cd", "gd"]
 Start: TypeAlias = Literal["uniform", "exponential"]
-Weighting: TypeAlias = Literal["expected", "normalised"]
+Weighting: TypeAlias = Literal["expected", "normalized"]
 
 MAX_BITS = 8
 
@@ -341,7 +341,7 @@ class LearnedLevels(Learner):
         start: the levels before anything was learnt; AMQ's are always exponential.
         method: coordinate descent or gradient descent, for ``alq``.
         weighting: blocks count by their squared norm (the variance of the gradient), or all alike
-            (the paper's normalised variance).
+            (the paper's normalized variance).
         drop: share by which the learning rate must fall within one step, so that levels are learnt
             again in the next: a schedule that falls a little with every step never does.
         zero: whether ``alq`` keeps a level at 0. Without it, a sign bit is not wasted on 0, the
@@ -379,7 +379,7 @@ class LearnedLevels(Learner):
             "norm": (norm, ("l2", "max")),
             "start": (start, ("uniform", "exponential")),
             "method": (method, ("cd", "gd")),
-            "weighting": (weighting, ("expected", "normalised")),
+            "weighting": (weighting, ("expected", "normalized")),
         }
         for option, (value, known) in options.items():
             if value not in known:
@@ -441,7 +441,7 @@ class LearnedLevels(Learner):
         layers = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         found = [block_statistics(x[begin:end], self.block, self.norm) for begin, end in layers]
         statistics = np.concatenate([*found, np.empty((0, 3))])
-        if self.weighting == "normalised":
+        if self.weighting == "normalized":
             statistics[:, 2] = 1.0
         self._observed.append(merge(statistics))
 
@@ -467,7 +467,7 @@ class LearnedLevels(Learner):
         merged = merge(np.concatenate([*rows, np.empty((0, 3))]))
         if len(merged) == 0:
             return {str(bits): table.tolist() for bits, table in self._tables.items()}
-        grid = Table(model(merged))
+        grid = TabulatedDistribution(model(merged))
         best = self._best_free if self.kind == "alq" else _best_powers
         return {str(bits): _as_table(best(bits, grid)).tolist() for bits in self.all_bits}
 
@@ -479,7 +479,7 @@ class LearnedLevels(Learner):
         """
         self._tables = self._read(learnt)
 
-    def _best_free(self, bits: int, grid: Table) -> Float64s:
+    def _best_free(self, bits: int, grid: TabulatedDistribution) -> Float64s:
         """The best end of the descents from three starts."""
         descend = coordinate_descent if self.method == "cd" else gradient_descent
         count = 2 ** (bits - 1)
@@ -558,7 +558,7 @@ def _places(count: int, zero: bool) -> Float64s:
     return scaled
 
 
-def _spread(grid: Table, count: int, zero: bool) -> Float64s:
+def _spread(grid: TabulatedDistribution, count: int, zero: bool) -> Float64s:
     """Levels whose density is the cube root of r's: the optimum where levels are many.
 
     Between levels a distance h apart the variance is h²/6 on average; minimising the integral of
@@ -572,7 +572,7 @@ def _spread(grid: Table, count: int, zero: bool) -> Float64s:
     return levels
 
 
-def _best_powers(bits: int, grid: Table) -> Float64s:
+def _best_powers(bits: int, grid: TabulatedDistribution) -> Float64s:
     """AMQ's levels, downhill from the best of a few multipliers."""
     s = 2 ** (bits - 1) - 1
     if s == 0:

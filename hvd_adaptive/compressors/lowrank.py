@@ -13,10 +13,12 @@ from torch import Tensor
 
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
-    Batch,
+    NO_CONTEXT,
     CodecState,
     Compressor,
+    LayerContext,
     Level,
+    LinearBatch,
     LinearCompressor,
     Payload,
     Rounds,
@@ -56,7 +58,7 @@ class PowerSGD(LinearCompressor):
 
     Example:
         >>> x = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, 5)).view(-1)
-        >>> payload = PowerSGD(rank=1).compress_(x, 1, shape=(8, 4))
+        >>> payload = PowerSGD(rank=1).compress_(x, 1, LayerContext(shape=(8, 4)))
         >>> payload.nbytes, bool(x.abs().max() < 1e-4)
         (48, True)
     """
@@ -92,7 +94,7 @@ class PowerSGD(LinearCompressor):
         """The right factors of the last step."""
         return WarmStarts()
 
-    def rounds(self, batch: Batch) -> Rounds:
+    def rounds(self, batch: LinearBatch) -> Rounds:
         """Two rounds: all P and dense layers, then all Q."""
         state = batch.state if isinstance(batch.state, WarmStarts) else self.new_state()
         matrices = [
@@ -114,10 +116,7 @@ class PowerSGD(LinearCompressor):
         self,
         x: Tensor,
         level: Level,
-        *,
-        key: int = 0,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Payload:
         """As on one rank alone; the payload is P and Q one after the other, or ``x`` itself.
 
@@ -126,8 +125,8 @@ class PowerSGD(LinearCompressor):
         check_input(x)
         if not all_finite(x):
             raise ValueError("powersgd: the tensor holds a NaN or an Inf; it was left as it was")
-        shape = shape or folded(x.numel())
-        starts = state if isinstance(state, WarmStarts) else self.new_state()
+        key, shape = context.key, context.shape or folded(x.numel())
+        starts = context.state if isinstance(context.state, WarmStarts) else self.new_state()
         factors = _Factors(x, Layer(0, "", shape), int(level), key, starts)
         first = factors.first()
         if not factors.second(first.clone()):
@@ -158,14 +157,11 @@ class PowerSGD(LinearCompressor):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """The energy beyond each rank, from one decomposition: what warm-started iterations come to."""
-        del state
         check_input(x)
-        shape = shape or folded(x.numel())
+        shape = context.shape or folded(x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))
         rows, columns = as_matrix(shape)

@@ -1,13 +1,15 @@
 """Compressors that send every element in a few bits: a level, times the norm of its block.
 
 They differ in what a block is divided by, in where the levels are, and in whether rounding is random
-(:class:`hvd_adaptive.wire.quantized.Rule`); everything else is the same for all of them. Levels of
-compression are bits a value. What travels is described in :mod:`hvd_adaptive.wire.quantized`.
+(:class:`hvd_adaptive.wire.quantized.QuantizationRule`); everything else is the same for all of them.
+Levels of compression are bits per value. What is sent is described in
+:mod:`hvd_adaptive.wire.quantized`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,19 +23,30 @@ from torch import Tensor
 
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.compressors.base import (
+    NO_CONTEXT,
     CodecState,
     Compressor,
     GatheredCompressor,
+    LayerBatch,
+    LayerContext,
     LayerStats,
     Level,
     Shape,
     check_input,
 )
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
-from hvd_adaptive.kernels import rounding_for
+from hvd_adaptive.kernels import for_device
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
-from hvd_adaptive.wire.quantized import MAX_BITS, MAX_BLOCK, Book, Norm, Rounding, Rule, Tables
+from hvd_adaptive.wire.quantized import (
+    MAX_BITS,
+    MAX_BLOCK,
+    Book,
+    Norm,
+    QuantizationRule,
+    Rounding,
+    Tables,
+)
 
 
 class Quantizer(GatheredCompressor):
@@ -48,7 +61,7 @@ class Quantizer(GatheredCompressor):
 
     @property
     @abstractmethod
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """How this member measures and rounds a block."""
 
     @property
@@ -57,7 +70,7 @@ class Quantizer(GatheredCompressor):
         return self.rule.rounding is Rounding.sign or self.rule.norm is Norm.clipped
 
     @property
-    def shrinks(self) -> bool:
+    def entropy_coded(self) -> bool:
         """Whether codes are Huffman-coded."""
         return False
 
@@ -76,41 +89,31 @@ class Quantizer(GatheredCompressor):
             raise TypeError(f"{self.name}: its state is a LearnedLevels, got {type(learnt).__name__}")
         return Tables({width: learnt.table(width) for width in sorted(set(bits))})
 
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: npt.NDArray[np.int64],
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: npt.NDArray[np.int64] | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
+    def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """Quantize all layers; see :meth:`GatheredCompressor.compress_layers_`.
 
         Raises:
             ValueError: a level is not a number of bits that this compressor has, or the tensors do
                 not fit together.
         """
-        bits = np.array([self._bits(level) for level in levels], np.int64)
+        bits = np.array([self._bits(level) for level in batch.levels], np.int64)
+        state, reserve = batch.state, batch.reserve
         tables = self.tables(bits.tolist(), state)
         if isinstance(state, LearnedLevels) and state.collecting:
-            _observe(state, x, offsets, grads)
+            _observe(state, batch)
         books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
         front = quantized.write_books(books if self.rule.carried else [])
-        room = reserve + (0 if self.shrinks else len(front))
-        body, stats = rounding_for(x.device).quantize_compress_(
-            x, offsets, bits, self.rule, tables, grads, keys, room, spectra
+        room = reserve + (0 if self.entropy_coded else len(front))
+        body, stats = for_device(batch.x.device).quantized.compress_(
+            batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room
         )
-        if self.shrinks:
-            body = self._shrunk(body[room:], np.diff(offsets), tables, books, reserve)
+        if self.entropy_coded:
+            body = self._coded(body[room:], np.diff(batch.offsets), tables, books, reserve)
         else:
             body[reserve:room] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
         return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 2] != 0)
 
-    def _shrunk(
+    def _coded(
         self,
         layers: Tensor,
         numels: npt.NDArray[np.int64],
@@ -119,15 +122,14 @@ class Quantizer(GatheredCompressor):
         reserve: int,
     ) -> Tensor:
         """Huffman-code the layers and put their books in front."""
-        from hvd_adaptive.kernels import huffman
-
-        shrunk, codes = huffman.shrink(layers.cpu(), numels, self.rule, tables)
+        host = layers.cpu()
+        streams, codes = for_device(host.device).entropy.encode(host, numels, self.rule, tables)
         for book in books:
             book.magnitudes = book.magnitudes if self.rule.carried else None
             book.huffman = codes.get(book.bits)
         used = [book for book in books if self.rule.carried or book.huffman is not None]
         front = bytearray(reserve) + quantized.write_books(used)
-        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), shrunk]).to(layers.device)
+        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), streams]).to(layers.device)
 
     def decompress_layers_add_(
         self, body: Tensor, outs: Sequence[Tensor], scale: float
@@ -137,9 +139,9 @@ class Quantizer(GatheredCompressor):
         When a WireError is raised, layers and blocks before the damage may have been added.
         """
         tables, start, body = self._opened(body, [out.numel() for out in outs])
-        kernels = rounding_for(body.device)
-        marks = kernels.quantize_decompress_add_(body, start, outs, scale, self.rule, tables)
-        return cast(npt.NDArray[np.uint8], marks).astype(np.bool_)
+        kernels = for_device(body.device).quantized
+        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables)
+        return marks.astype(np.bool_)
 
     def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
         """The tables of a body, where its layers begin, and the body with its codes packed."""
@@ -147,55 +149,49 @@ class Quantizer(GatheredCompressor):
             raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}{tuple(body.shape)}")
         if body.numel() and not self.rule.carried and not body[0]:
             return self.rule.tables, 1, body
-        from hvd_adaptive.kernels import huffman
-
         data = body.cpu()
-        tables, codes, start = huffman.read_books(data.numpy(), self.rule)
+        entropy = for_device(data.device).entropy
+        tables, codes, start = entropy.read_books(data.numpy(), self.rule)
         if not codes:
             return tables, start, body
-        packed = huffman.expand(data, start, numels, self.rule, tables, codes)
+        packed = entropy.decode(data, start, numels, self.rule, tables, codes)
         return tables, 0, packed.to(body.device)
 
     def errors(
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """From one weighted histogram for all levels: within 1 % of the expectation.
 
         Where rounding is not random it is exact, up to the rounding of the means (10^-7 of the
         energy). NaN where ``x`` is not finite.
         """
-        del shape
         check_input(x)
         bits = [self._bits(level) for level in levels]
         if self.rule.rounding is Rounding.sign:
             one_layer, one_level = np.array([0, x.numel()]), [self.level]
-            _, stats = self.compress_layers_(x.clone(), one_layer, one_level)
+            _, stats = self.compress_layers_(LayerBatch(x.clone(), one_layer, one_level))
             # the means are what is nearest to their sides, so the remainder is orthogonal to them
             error = max(0.0, float(stats.energy[0] - stats.sent[0]))
             return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
-        tables = self.tables(bits, state)
-        kernels = rounding_for(x.device)
+        tables = self.tables(bits, context.state)
+        kernels = for_device(x.device).quantized
         weights, beyond = kernels.norm_histogram(x, self.rule, squared=True)
         errors, _ = kernels.expected_error_at(weights, tables, bits)
-        return cast(Float64s, errors + beyond)
+        return errors + beyond
 
     @property
     def size_varies(self) -> bool:
         """Where codes are Huffman-coded."""
-        return self.shrinks
+        return self.entropy_coded
 
     def sizes(
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Int64s:
         """What Huffman coding is expected to leave of the codes, from one histogram for all levels.
 
@@ -206,11 +202,11 @@ class Quantizer(GatheredCompressor):
         as of :meth:`errors`, and making the codes: two to four times as much in all.
         """
         if not self.size_varies:
-            return super().sizes(x, levels, shape=shape, state=state)
+            return super().sizes(x, levels, context)
         check_input(x)
-        kernels, numel = rounding_for(x.device), x.numel()
+        kernels, numel = for_device(x.device).quantized, x.numel()
         bits = [self._bits(level) for level in levels]
-        tables = self.tables(bits, state)
+        tables = self.tables(bits, context.state)
         most = [self._packed_body(numel, width, int(tables.alphabets[width])) for width in bits]
         weights, beyond = kernels.norm_histogram(x, self.rule, squared=False)
         if not numel or np.isnan(beyond):
@@ -222,12 +218,11 @@ class Quantizer(GatheredCompressor):
 
     def _saved(self, counts: Float64s, bits: int, numel: int) -> int:
         """Bytes that Huffman coding takes off packed codes whose magnitudes occur so often."""
-        from hvd_adaptive.kernels import huffman
-
+        entropy = for_device(torch.device("cpu")).entropy
         even = (counts + counts[::-1]) / 2  # the signs
         # the length of the stream; and where no table travels, the first byte of a book
         front = 4 + (0 if self.rule.carried else 1)
-        coded = front + huffman.expected_bytes(even, numel)
+        coded = front + entropy.expected_bytes(even, numel)
         return max(0, quantized.packed_bytes(numel, bits, counts.size) - coded)
 
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
@@ -256,15 +251,13 @@ def _fresh_state(compressor: Quantizer) -> CodecState | None:
     return compressor.new_state()
 
 
-def _observe(
-    state: LearnedLevels, x: Tensor, offsets: npt.NDArray[np.int64], grads: Sequence[Tensor] | None
-) -> None:
+def _observe(state: LearnedLevels, batch: LayerBatch) -> None:
     """Show the state what is about to be compressed, but for layers that are not finite."""
     layers = [
-        x[start:end] for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        batch.x[start:end] for start, end in itertools.pairwise(np.asarray(batch.offsets).tolist())
     ]
-    if grads is not None:
-        layers = [layer + grad.view(-1) for layer, grad in zip(layers, grads, strict=True)]
+    if batch.grads is not None:
+        layers = [layer + grad.view(-1) for layer, grad in zip(layers, batch.grads, strict=True)]
     finite = [layer for layer in layers if bool(layer.isfinite().all())]
     if finite:
         state.observe(torch.cat(finite), np.cumsum([0] + [layer.numel() for layer in finite]))
@@ -305,14 +298,14 @@ class _Random(Quantizer):
         return self.bits
 
     @property
-    def shrinks(self) -> bool:
+    def entropy_coded(self) -> bool:
         """Whether codes are Huffman-coded."""
         return self.coding == "huffman"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """The norm of the block and where the levels are."""
-        return Rule(self.norm_of_block, self.rounding, self.block)
+        return QuantizationRule(self.norm_of_block, self.rounding, self.block)
 
 
 CODINGS = ("fixed", "huffman")
@@ -350,7 +343,7 @@ class QSGD(_Random):
     Example:
         >>> x = torch.tensor([3.0, -4.0])
         >>> qsgd = QSGD(bits=4)
-        >>> payload, out = qsgd.compress_(x, 4, key=7), torch.zeros(2)
+        >>> payload, out = qsgd.compress_(x, 4, LayerContext(key=7)), torch.zeros(2)
         >>> qsgd.decompress_add_(payload, out)
         >>> payload.nbytes, (out + x).tolist()
         (7, [3.0, -4.0])
@@ -489,14 +482,16 @@ class TernGrad(Quantizer):
             raise ValueError(f"terngrad: clip is 0 or a number of deviations, got {self.clip}")
 
     @property
-    def shrinks(self) -> bool:
+    def entropy_coded(self) -> bool:
         """Whether codes are Huffman-coded."""
         return self.coding == "huffman"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """The maximum, clipped or not."""
-        return Rule(Norm.clipped if self.clip else Norm.max, Rounding.uniform, self.block, self.clip)
+        return QuantizationRule(
+            Norm.clipped if self.clip else Norm.max, Rounding.uniform, self.block, self.clip
+        )
 
 
 # --- signs ---------------------------------------------------------------------------------------
@@ -541,9 +536,9 @@ class SignSGD(_Signs):
     name = "signsgd"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """Signs of the mean magnitude."""
-        return Rule(Norm.mean, Rounding.sign, self.block)
+        return QuantizationRule(Norm.mean, Rounding.sign, self.block)
 
 
 @dataclass(frozen=True)
@@ -572,9 +567,9 @@ class OneBit(_Signs):
     name = "onebit"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """A mean for each side."""
-        return Rule(Norm.sides, Rounding.sign, self.block)
+        return QuantizationRule(Norm.sides, Rounding.sign, self.block)
 
 
 # --- learnt levels -------------------------------------------------------------------------------
@@ -616,9 +611,9 @@ class _Learned(_Random):
         self.new_state()  # names what else is wrong
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> QuantizationRule:
         """Tables, which travel."""
-        return Rule(Norm[self.norm], Rounding.table, self.block)
+        return QuantizationRule(Norm[self.norm], Rounding.table, self.block)
 
     @property
     def state_key(self) -> Compressor:
@@ -680,7 +675,7 @@ class ALQ(_Learned):
         >>> alq = ALQ()
         >>> state = alq.new_state()
         >>> x = torch.tensor([4.0, 2.0, 0.0])
-        >>> payload, out = alq.compress_(x, 3, state=state), torch.zeros(3)
+        >>> payload, out = alq.compress_(x, 3, LayerContext(state=state)), torch.zeros(3)
         >>> alq.decompress_add_(payload, out)  # 1/2 is one of the first levels
         >>> out.tolist()
         [4.0, 2.0, 0.0]
@@ -706,7 +701,7 @@ class ALQ(_Learned):
     @property
     def with_zero(self) -> bool:
         """The option, or whether codes are Huffman-coded."""
-        return self.shrinks if self.zero == "auto" else self.zero == "true"
+        return self.entropy_coded if self.zero == "auto" else self.zero == "true"
 
     @property
     def first_levels(self) -> Literal["uniform", "exponential"]:

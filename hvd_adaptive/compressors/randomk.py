@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive import wire
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import (
-    Batch,
-    CodecState,
+    NO_CONTEXT,
+    LayerContext,
     Level,
+    LinearBatch,
     LinearCompressor,
     MultiLevel,
     Payload,
@@ -24,9 +24,10 @@ from hvd_adaptive.compressors.base import (
     check_input,
     check_values,
 )
-from hvd_adaptive.kernels import subset
+from hvd_adaptive.kernels import for_device
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire import sparse as wire_sparse
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -37,7 +38,7 @@ class RandomK(LinearCompressor, MultiLevel):
 
     Each step draws a new set, of which all ranks know the key (seed, step, layer). All elements are
     equally likely; in layers of 131,072 elements and more, neighbours are drawn together, up to 64
-    (:func:`hvd_adaptive.kernels.subset.run_length`), because memory is slow where it is read at random.
+    (:func:`hvd_adaptive.kernels.orders.run_length`), because memory is slow where it is read at random.
     Biased, and used with error feedback; ``unbiased=true`` scales the values by ``1 / density``
     instead, and needs no feedback. Contraction: ``E |x - C(x)|^2 = (1 - density) |x|^2``. Cost: one
     read of the tensor, and some nanoseconds an element sent. Wire: one value an element, summed by
@@ -56,7 +57,7 @@ class RandomK(LinearCompressor, MultiLevel):
 
     Example:
         >>> x = torch.ones(100)
-        >>> payload = RandomK(density=0.1).compress_(x, 0.1, key=7)
+        >>> payload = RandomK(density=0.1).compress_(x, 0.1, LayerContext(key=7))
         >>> payload.nbytes, int(x.sum())
         (40, 90)
     """
@@ -66,7 +67,6 @@ class RandomK(LinearCompressor, MultiLevel):
     unbiased: bool = False
 
     name = "randomk"
-    level_is_density = True
     payload_kind = PayloadKind.SUMMABLE
 
     def __post_init__(self) -> None:
@@ -101,14 +101,19 @@ class RandomK(LinearCompressor, MultiLevel):
         steps = (self.density * step / 10 for step in range(100, 0, -1))
         return tuple(dict.fromkeys(min(1.0, density) for density in steps))
 
-    def rounds(self, batch: Batch) -> Rounds:
+    def nominal_factor(self, level: Level, layer: Layer) -> float:
+        """One over the density."""
+        del layer
+        return 1.0 / float(level)
+
+    def rounds(self, batch: LinearBatch) -> Rounds:
         """One round with the values of all layers."""
         reduced = yield [
             self._take_(x, level, int(key), batch.ranks) if all_finite(x) else self._nothing(x, level)
             for x, level, key in zip(batch.x, batch.levels, batch.keys, strict=True)
         ]
         for key, values, out in zip(batch.keys, reduced, batch.outs, strict=True):
-            subset.add_(out.zero_(), values.to(out.dtype), int(key))
+            for_device(out.device).subset.add_(out.zero_(), values.to(out.dtype), int(key))
             if not all_finite(values):
                 out.fill_(torch.nan)
 
@@ -116,50 +121,49 @@ class RandomK(LinearCompressor, MultiLevel):
         self,
         x: Tensor,
         level: Level,
-        *,
-        key: int = 0,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Payload:
         """Take the values at the indices of ``key`` out of ``x``."""
-        del state
         check_input(x)
         if not all_finite(x):
             raise ValueError("randomk: the tensor holds a NaN or an Inf; it was left as it was")
-        return Payload(self._take_(x, level, key), x.numel(), level, key, shape)
+        sent = self._take_(x, level, context.key)
+        return Payload(sent, x.numel(), level, context.key, context.shape)
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
         """Scatter-add."""
         self._check(payload, out.numel())
-        subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
+        for_device(out.device).subset.add_(out, payload.data.to(out.dtype), payload.key, scale)
 
     def recompress_(self, payload: Payload, x: Tensor, level: Level) -> Payload:
         """Keep the first of the values: a smaller set of the same key is the beginning of a larger."""
         check_input(x)
         self._check(payload, x.numel())
-        fewer, values = wire.count_of(payload.numel, level), payload.data.to(x.dtype)
+        fewer, values = wire_sparse.count_of(payload.numel, level), payload.data.to(x.dtype)
         kept = payload.data[:fewer].clone()
         if self.unbiased:
             kept = self._rounded(values[:fewer] * (values.numel() / max(1, fewer)))
-            subset.add_(x, torch.cat([values[:fewer] - kept, values[fewer:]]), payload.key)
+            for_device(x.device).subset.add_(
+                x, torch.cat([values[:fewer] - kept, values[fewer:]]), payload.key
+            )
         else:
-            subset.add_(x, values, payload.key, skip=fewer)
+            for_device(x.device).subset.add_(x, values, payload.key, skip=fewer)
         return Payload(kept, payload.numel, level, payload.key, payload.shape)
 
     def errors(
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """In expectation over the sets: ``1 - density`` of the energy, or ``1 / density - 1``."""
-        del shape, state
+        del context
         check_input(x)
         # in float64: squares of what is finite fit
         energy = sum(float(part.double().square().sum()) for part in x.split(1 << 16))
-        shares = np.array([wire.count_of(x.numel(), level) for level in levels]) / max(1, x.numel())
+        shares = np.array([wire_sparse.count_of(x.numel(), level) for level in levels]) / max(
+            1, x.numel()
+        )
         if x.numel() == 0:
             return np.zeros(len(levels))
         return energy * ((1 / shares - 1) if self.unbiased else (1 - shares))
@@ -167,7 +171,7 @@ class RandomK(LinearCompressor, MultiLevel):
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Exact."""
         del shape
-        return wire.count_of(numel, level) * self.wire_dtype.itemsize
+        return wire_sparse.count_of(numel, level) * self.wire_dtype.itemsize
 
     def _check(self, payload: Payload, numel: int) -> None:
         """WireError unless the payload is that of a tensor of so many elements."""
@@ -175,17 +179,19 @@ class RandomK(LinearCompressor, MultiLevel):
             raise WireError(
                 f"randomk: a payload of {payload.numel} elements is not that of a tensor of {numel}"
             )
-        check_values(self.name, payload.data, wire.count_of(numel, payload.level), self.wire_dtype)
+        check_values(
+            self.name, payload.data, wire_sparse.count_of(numel, payload.level), self.wire_dtype
+        )
 
     def _take_(self, x: Tensor, level: Level, key: int, ranks: int = 1) -> Tensor:
         """Values as they travel, which are taken out of ``x``, all of which is finite."""
-        count = wire.count_of(x.numel(), level)
-        values = subset.take_(x, count, key)
+        count = wire_sparse.count_of(x.numel(), level)
+        values = for_device(x.device).subset.take_(x, count, key)
         if not self.unbiased and values.dtype == self.wire_dtype:
             return values
         scaled = values * (x.numel() / max(1, count)) if self.unbiased else values
         sent = self._rounded(scaled, ranks)
-        subset.add_(x, values - sent, key)
+        for_device(x.device).subset.add_(x, values - sent, key)
         return sent
 
     def _rounded(self, values: Tensor, ranks: int = 1) -> Tensor:
@@ -195,4 +201,4 @@ class RandomK(LinearCompressor, MultiLevel):
 
     def _nothing(self, x: Tensor, level: Level) -> Tensor:
         """What stands for a tensor that is not finite: NaN wherever, so that all ranks see it."""
-        return x.new_full((wire.count_of(x.numel(), level),), torch.nan, dtype=self.wire_dtype)
+        return x.new_full((wire_sparse.count_of(x.numel(), level),), torch.nan, dtype=self.wire_dtype)

@@ -1,7 +1,7 @@
 """Compressors that send a few elements: their positions and values.
 
 All of them send the largest elements; what differs is the rule for how many (see
-:class:`hvd_adaptive.kernels.Rule`).
+:class:`hvd_adaptive.kernels.SelectionRule`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hvd_adaptive import kernels, wire
+from hvd_adaptive import kernels
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.compressors.base import (
-    CodecState,
+    NO_CONTEXT,
     GatheredCompressor,
+    LayerBatch,
+    LayerContext,
     LayerStats,
     Level,
     MultiLevel,
@@ -28,10 +30,17 @@ from hvd_adaptive.compressors.base import (
     Shape,
     check_input,
 )
-from hvd_adaptive.kernels import Rule
-from hvd_adaptive.kernels.reference import INF, counts_from_above, dgc_count, redsync_count
+from hvd_adaptive.kernels import SelectionRule
+from hvd_adaptive.kernels.floats import INF
+from hvd_adaptive.kernels.selection import (
+    counts_from_above,
+    dgc_count,
+    errors_from_spectrum,
+    redsync_count,
+)
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import ValueFormat, WireError
+from hvd_adaptive.wire import sparse as wire_sparse
 
 
 class SparseCompressor(GatheredCompressor, MultiLevel):
@@ -43,7 +52,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     remainder. Zeros are never sent.
     """
 
-    rule: ClassVar[Rule]
+    rule: ClassVar[SelectionRule]
     values: str
 
     selects = True
@@ -86,32 +95,19 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         return _counts_of(self, offsets.astype(np.int64, copy=False).tobytes(), tuple(levels))
 
     @final
-    def compress_layers_(
-        self,
-        x: Tensor,
-        offsets: Int64s,
-        levels: Sequence[Level],
-        grads: Sequence[Tensor] | None = None,
-        *,
-        keys: npt.NDArray[np.uint64] | None = None,
-        reserve: int = 0,
-        spectra: Int64s | None = None,
-        state: CodecState | None = None,
-    ) -> tuple[Tensor, LayerStats]:
+    def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """All layers in one kernel call: add the gradient, find the threshold, extract, encode."""
-        del keys, state
-        counts, thresholds = self._selection(offsets, levels)
-        body, stats = kernels.for_device(x.device).sparse_compress_(
-            x,
-            offsets,
+        counts, thresholds = self._selection(batch.offsets, batch.levels)
+        body, stats = kernels.for_device(batch.x.device).sparse.compress_(
+            batch.x,
+            batch.offsets,
             counts,
             self.format,
-            grads,
-            reserve,
-            spectra,
-            self.rule,
-            thresholds,
-            self.whole_model,
+            batch.grads,
+            batch.reserve,
+            rule=self.rule,
+            thresholds=thresholds,
+            whole=self.whole_model,
         )
         return body, _layer_stats(stats)
 
@@ -120,8 +116,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self, body: Tensor, outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.bool_]:
         """Scatter-add; every index and length is checked first."""
-        kernel = kernels.for_device(body.device)
-        marks = kernel.sparse_decompress_add_(body, outs, scale, self.format, self.whole_model)
+        kernel = kernels.for_device(body.device).sparse
+        marks = kernel.decompress_add_(body, outs, scale, self.format, self.whole_model)
         return marks.astype(np.bool_)
 
     @final
@@ -129,8 +125,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.bool_]:
         """Sum by blocks that stay in the cache, and write each element once."""
-        kernel = kernels.for_device(bodies[0].device)
-        marks = kernel.sparse_decompress_sum_(bodies, outs, scale, self.format, self.whole_model)
+        kernel = kernels.for_device(bodies[0].device).sparse
+        marks = kernel.decompress_sum_(bodies, outs, scale, self.format, self.whole_model)
         return marks.astype(np.bool_)
 
     @final
@@ -146,7 +142,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         Raises:
             WireError: as from :meth:`decompress_layers_add_`.
         """
-        kernels.for_device(body.device).sparse_clear_(body, outs, self.format, self.whole_model)
+        kernels.for_device(body.device).sparse.clear_(body, outs, self.format, self.whole_model)
 
     @final
     def recompress_layers_(
@@ -168,7 +164,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
             WireError: the body is damaged or belongs to other layers.
         """
         counts, thresholds = self._selection(offsets, levels)
-        less, stats = kernels.for_device(x.device).sparse_recompress_(
+        less, stats = kernels.for_device(x.device).sparse.recompress_(
             body, x, offsets, counts, self.format, reserve, self.rule, thresholds, self.whole_model
         )
         return less, _layer_stats(stats)
@@ -190,16 +186,14 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
         """From one histogram of ``x`` for all levels; within 1 % of compressing at each.
 
         The rounding of the values is not counted, because it is far below what selection leaves out;
         but for ``sign``, where a second pass measures it.
         """
-        del shape, state
+        del context
         spectrum = _Spectrum(x)
         if not spectrum.finite:
             return np.full(len(levels), np.nan)
@@ -217,16 +211,14 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     @property
     @final
     def _count_varies(self) -> bool:
-        return self.rule in (Rule.redsync, Rule.threshold)
+        return self.rule in (SelectionRule.redsync, SelectionRule.threshold)
 
     @final
     def sizes(
         self,
         x: Tensor,
         levels: Sequence[Level],
-        *,
-        shape: Shape | None = None,
-        state: CodecState | None = None,
+        context: LayerContext = NO_CONTEXT,
     ) -> Int64s:
         """For as many elements as the rule takes of ``x``, from one histogram: upper bounds.
 
@@ -234,7 +226,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         another; lines between them give the others. Cost: some ns for every position measured.
         """
         if not self.size_varies:
-            return super().sizes(x, levels, shape=shape, state=state)
+            return super().sizes(x, levels, context)
         numel = x.numel()
         if self._count_varies:
             spectrum = _Spectrum(x)
@@ -244,8 +236,10 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         if self.format is ValueFormat.sign:
             found, bits = _positions(x, counts)
             rows = zip(found.tolist(), bits.tolist(), strict=True)
-            return np.array([wire.sparse_bytes(count, stream, self.format) for count, stream in rows])
-        return np.array([wire.max_sparse_bytes(numel, count, self.format) for count in counts])
+            return np.array(
+                [wire_sparse.sparse_bytes(count, stream, self.format) for count, stream in rows]
+            )
+        return np.array([wire_sparse.max_sparse_bytes(numel, count, self.format) for count in counts])
 
     @final
     def _counts(self, spectrum: _Spectrum, levels: Sequence[Level]) -> list[int]:
@@ -254,9 +248,9 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         if thresholds is not None:
             return spectrum.threshold_counts(thresholds)
         wanted = [self.count(spectrum.numel, level) for level in levels]
-        if self.rule is Rule.dgc:
+        if self.rule is SelectionRule.dgc:
             return spectrum.dgc_counts(wanted)
-        if self.rule is Rule.redsync:
+        if self.rule is SelectionRule.redsync:
             return spectrum.redsync_counts(wanted)
         return wanted
 
@@ -265,13 +259,11 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         """Upper bound, for the most that the rule may send; close to it if scattered."""
         del shape
         most = min(numel, self.rule.most(self.count(numel, level)))
-        return wire.max_sparse_bytes(numel, most, self.format)
+        return wire_sparse.max_sparse_bytes(numel, most, self.format)
 
 
 class DensityCompressor(SparseCompressor):
     """A sparse compressor whose level is a density: the share of the elements that it is to send."""
-
-    level_is_density = True
 
     density: float
 
@@ -299,7 +291,13 @@ class DensityCompressor(SparseCompressor):
     @final
     def count(self, numel: int, level: Level) -> int:
         """The nearest number, but at least one."""
-        return wire.count_of(numel, level)
+        return wire_sparse.count_of(numel, level)
+
+    @final
+    def nominal_factor(self, level: Level, layer: Layer) -> float:
+        """One over the density."""
+        del layer
+        return 1.0 / float(level)
 
     @final
     def thresholds(self, levels: Sequence[Level]) -> None:
@@ -338,7 +336,7 @@ class TopK(DensityCompressor):
     values: str = "bf16"
 
     name = "topk"
-    rule = Rule.topk
+    rule = SelectionRule.topk
 
 
 @dataclass(frozen=True)
@@ -363,8 +361,9 @@ class GlobalTopK(DensityCompressor):
     Example:
         >>> import numpy as np, torch
         >>> x, offsets = torch.tensor([0.5, 3.0, 2.0, -0.25, 0.125, 0.0]), np.array([0, 3, 6])
+        >>> from hvd_adaptive.compressors.base import LayerBatch
         >>> half = GlobalTopK(density=0.5, values="fp32")
-        >>> body, _ = half.compress_layers_(x, offsets, [0.5, 0.5])
+        >>> body, _ = half.compress_layers_(LayerBatch(x, offsets, [0.5, 0.5]))
         >>> outs = [torch.zeros(3), torch.zeros(3)]
         >>> half.decompress_layers_add_(body, outs, 1.0).tolist(), [out.tolist() for out in outs]
         ([False, False], [[0.5, 3.0, 2.0], [0.0, 0.0, 0.0]])
@@ -374,7 +373,7 @@ class GlobalTopK(DensityCompressor):
     values: str = "bf16"
 
     name = "globaltopk"
-    rule = Rule.topk
+    rule = SelectionRule.topk
     whole_model = True
 
 
@@ -412,7 +411,7 @@ class DGC(DensityCompressor):
     ramp: int = 0
 
     name = "dgc"
-    rule = Rule.dgc
+    rule = SelectionRule.dgc
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -460,7 +459,7 @@ class RedSync(DensityCompressor):
     values: str = "bf16"
 
     name = "redsync"
-    rule = Rule.redsync
+    rule = SelectionRule.redsync
 
 
 @dataclass(frozen=True)
@@ -492,7 +491,7 @@ class Threshold(SparseCompressor):
     values: str = "bf16"
 
     name = "threshold"
-    rule = Rule.threshold
+    rule = SelectionRule.threshold
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold < float("inf"):
@@ -542,7 +541,7 @@ class _Spectrum:
     """How many elements of a tensor reach a magnitude, and the error of sending only the largest."""
 
     def __init__(self, x: Tensor) -> None:
-        self._x, self._kernel = x, kernels.for_device(x.device)
+        self._x, self._kernel = x, kernels.for_device(x.device).sparse
         self.numel = x.numel()
         self._hist, self._total, self._energy, self._largest = self._kernel.summary(x)
         self.finite = not self._hist[INF >> 16 :].any()
@@ -556,7 +555,7 @@ class _Spectrum:
     def errors(self, counts: Sequence[int], values: ValueFormat) -> Float64s:
         """The squared error of sending so many of the largest elements."""
         sent = np.array(counts, dtype=np.int64)
-        errors: Float64s = self._kernel.errors_from_spectrum(self._hist, self._energy, self.numel, sent)
+        errors: Float64s = errors_from_spectrum(self._hist, self._energy, self.numel, sent)
         if values is ValueFormat.sign:
             errors = errors + _sign_errors(self._kernel.moments(self._x), sent)
         return errors
@@ -621,6 +620,6 @@ def _positions(x: Tensor, counts: Sequence[int]) -> tuple[Int64s, Int64s]:
         if not measured or measured[-1] >= 1.1 * count:
             measured.append(count)
     measured = sorted({*measured, min(counts, default=0)})
-    table = kernels.for_device(x.device).position_bits(x, np.array(measured, dtype=np.int64))
+    table = kernels.for_device(x.device).sparse.position_bits(x, np.array(measured, dtype=np.int64))
     found, bits = (np.ceil(np.interp(counts, measured, column)) for column in table.T)
     return found.astype(np.int64), bits.astype(np.int64)

@@ -19,8 +19,8 @@ from hvd_adaptive.feedback.base import (
     ResidualState,
     split,
 )
-from hvd_adaptive.kernels import rounding_for
-from hvd_adaptive.kernels.reference import CANCELLED
+from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.floats import CANCELLED
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Residuals(ResidualState):
         if kept.dtype == torch.bfloat16:
             context = self._context
             (key,) = rng.layer_keys(context.seed, context.rank, step, [-1 - bucket.index])
-            rounding_for(x.device).round_at_random_(kept, x, int(key))
+            for_device(x.device).quantized.round_at_random_(kept, x, int(key))
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Remainder + what was sent - gradient; what that leaves of rounding alone becomes 0."""

@@ -1,8 +1,11 @@
-"""Where compiled kernels are kept between runs: where Numba keeps them, or in a folder for this user.
+"""Where compiled kernels are kept between runs: in a folder for each version of their sources.
 
-Numba takes the first of ``NUMBA_CACHE_DIR``, the ``__pycache__`` beside the source, and the user's
-cache folder that can be written, and without any it refuses to compile: a package that an administrator
-installed could then not even be imported by a user without a home.
+Numba notices changes of the file of a kernel, not of what the kernel inlines from another one. So the
+folder has a hash of all sources that are compiled in, and code of other sources is never loaded. It
+lies where Numba would keep its own: in ``NUMBA_CACHE_DIR``, in the ``__pycache__`` beside the kernels,
+or in the user's cache folder, whichever is the first that can be written. Where none can, it lies in a
+folder for this user: a package that an administrator installed could otherwise not be imported by a
+user without a home, as Numba refuses to compile then.
 """
 
 # mypy: disable-error-code="attr-defined"
@@ -10,16 +13,28 @@ installed could then not even be imported by a user without a home.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import shutil
 import stat
 import tempfile
+import time
+import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from numba import config, njit
+
+PACKAGE = Path(__file__).resolve().parents[1]
+KEPT_VERSIONS = 3
+"""Versions whose kernels are kept, this one included; more of them if they were used lately."""
+LATELY = 3600.0
+"""Seconds since its last start for which a version may still be compiling."""
+_PREFIX = "hvd_adaptive-kernels-"
+_REMOVED = _PREFIX + "removed-"
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -32,12 +47,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError as error:
-            if "no locator available" not in str(error):
-                raise
-        folder = _folder_for_lack_of_another()
+        folder = _folder()
         if folder is None:
             return njit(**options)(function)
         with _kept_in(folder):
@@ -57,6 +67,81 @@ def _kept_in(folder: Path) -> Iterator[None]:
         config.CACHE_DIR = before
 
 
+def hash_of_sources(package: Path = PACKAGE) -> str:
+    """A hash of everything that is compiled into kernels: their sources, and the wire's constants.
+
+    Args:
+        package: the folder of ``hvd_adaptive``.
+
+    Example:
+        >>> len(hash_of_sources())
+        16
+    """
+    digest = hashlib.sha256()
+    for path in sorted((*package.glob("kernels/**/*.py"), *package.glob("wire/*.py"))):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(package)} {len(data)}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _folder() -> Path | None:
+    """The folder of this version, the same for all ranks and runs; None where there is no place."""
+    name = _PREFIX + hash_of_sources()
+    for parent in _places():
+        folder = parent / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:
+            continue
+        with suppress(OSError):  # of a folder that another user made
+            os.utime(folder)
+        remove_old_versions(parent, name)
+        return folder
+    private = _folder_for_lack_of_another()
+    if private is None:
+        return None
+    folder = private / name
+    folder.mkdir(0o700, exist_ok=True)
+    os.utime(folder)
+    remove_old_versions(private, name)
+    return folder
+
+
+def _places() -> Iterable[Path]:
+    """Where Numba would keep kernels, in its order."""
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR)
+    yield Path(__file__).parent / "__pycache__"
+    with suppress(RuntimeError):  # no home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
+
+
+def remove_old_versions(parent: Path, name: str) -> None:
+    """Remove the kernels of all but the versions used last, unless a run may still be compiling them.
+
+    Ranks may do this at the same time: a folder is renamed before it is emptied, which one of them can.
+    """
+    found: list[tuple[float, Path]] = []
+    for path in parent.glob(_PREFIX + "*"):
+        with suppress(OSError):  # removed by another rank
+            if path.name != name and path.is_dir():
+                found.append((path.stat().st_mtime, path))
+    found.sort(reverse=True)
+    # what is emptied, perhaps by a rank that was killed meanwhile, is no version
+    emptied = [row for row in found if row[1].name.startswith(_REMOVED)]
+    versions = [row for row in found if row not in emptied]
+    for used, path in [*versions[KEPT_VERSIONS - 1 :], *emptied]:
+        if time.time() - used < LATELY:
+            continue
+        doomed = parent / f"{_REMOVED}{uuid.uuid4().hex}"
+        with suppress(OSError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
 @functools.cache
 def _folder_for_lack_of_another() -> Path | None:
     """A folder that is this user's alone, the same for all ranks and runs; None where there is none.
@@ -68,11 +153,11 @@ def _folder_for_lack_of_another() -> Path | None:
         folder = private_folder(Path(tempfile.gettempdir()))
         what = f"are kept in {folder}"
     except OSError as error:
-        what = f"are compiled anew by every process, for up to a minute ({error})"
+        what = f"are compiled again by every process, for up to a minute ({error})"
     warnings.warn(
         f"Numba's kernels {what}, because neither beside the package nor in the user's cache folder "
         "can files be written: set NUMBA_CACHE_DIR to a folder of yours that can",
-        stacklevel=4,
+        stacklevel=5,
     )
     return folder
 

@@ -85,7 +85,7 @@ class Rounding(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class QuantizationRule:
     """Everything that both sides know beforehand about a quantized layer.
 
     Args:
@@ -215,7 +215,7 @@ def packed_bytes(numel: int, bits: int, alphabet: int) -> int:
     return -(-numel // TRITS) if alphabet == 3 else -(-numel * bits // 8)
 
 
-def layer_bytes(numel: int, bits: int, alphabet: int, rule: Rule) -> int:
+def layer_bytes(numel: int, bits: int, alphabet: int, rule: QuantizationRule) -> int:
     """Bytes of a finite layer whose codes are packed."""
     return 1 + rule.norm_bytes(numel) + packed_bytes(numel, bits, alphabet)
 
@@ -289,7 +289,7 @@ class Book:
     Args:
         bits: of a packed code.
         magnitudes: the levels; None where both sides know them.
-        huffman: the Huffman code as it travels; None where the codes are packed.
+        huffman: the Huffman code as it is sent; None where the codes are packed.
     """
 
     bits: int

@@ -32,7 +32,7 @@ import hvd_adaptive as hva
 from hvd_adaptive import rng, wire
 from hvd_adaptive.comm import agreement
 from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
-from hvd_adaptive.compressors.base import Batch, CastCompressor, Learner
+from hvd_adaptive.compressors.base import CastCompressor, LayerContext, Learner, LinearBatch
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
 
@@ -187,7 +187,9 @@ class ByHand:
         for rank, x in enumerate(xs):
             rest, out = x.clone(), torch.zeros_like(x)
             (key,) = rng.layer_keys(0, rank, step, [layer.index])
-            payload = compressor.compress_(rest, compressor.level, key=int(key), state=state)
+            payload = compressor.compress_(
+                rest, compressor.level, LayerContext(key=int(key), state=state)
+            )
             compressor.decompress_add_(payload, out)
             sent.append(out)
             rests.append(rest)
@@ -200,7 +202,7 @@ class ByHand:
         key = rng.layer_keys(0, rng.SHARED, step, [layer.index])
         rests, outs = [x.clone() for x in xs], [torch.zeros_like(x) for x in xs]
         rounds = [
-            compressor.rounds(Batch([rest], [out], [layer], [compressor.level], key, state))
+            compressor.rounds(LinearBatch([rest], [out], [layer], [compressor.level], key, state))
             for rest, out in zip(rests, outs, strict=True)
         ]
         sent = [next(each) for each in rounds]
@@ -510,7 +512,9 @@ def test_learned_levels_are_the_same_on_all_ranks_and_fit_better(name: str) -> N
     learner.load_state_dict(state)
     x = gradients(9)["wide"].view(-1)
     compressor = parse(spec)
-    learnt, initial = (compressor.errors(x, [3], state=each)[0] for each in (learner, None))
+    learnt, initial = (
+        compressor.errors(x, [3], LayerContext(state=each))[0] for each in (learner, None)
+    )
     assert learnt < 0.95 * initial
     table = torch.from_numpy(learner.table(3))  # type: ignore[attr-defined]
     everyone = hvd.allgather(table[None], name="table")

@@ -23,6 +23,7 @@ from workloads import make_model, ours, set_gradients
 import hvd_adaptive as hva
 from hvd_adaptive.adaptation import controller, worker
 from hvd_adaptive.adaptation.controller import LAG
+from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.planning import CandidateTable, Measurement, Planner, Recipe
 from hvd_adaptive.planning.allocators import MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
@@ -216,7 +217,9 @@ def test_lgreco_sends_less_and_loses_no_more() -> None:
             if rows[name].compressor != "none":
                 compressor = hva.compressors.parse(rows[name].compressor)
                 levels = [rows[name].level, uniform[name].level]
-                mine, reference = compressor.errors(grad.flatten(), levels, shape=SHAPES[name])
+                mine, reference = compressor.errors(
+                    grad.flatten(), levels, LayerContext(shape=SHAPES[name])
+                )
                 lost, allowed = lost + mine, allowed + reference
     # other gradients than those that were planned with
     assert lost < 1.1 * allowed

@@ -1,0 +1,26 @@
+"""Sparse kernels for host memory: see :class:`hvd_adaptive.kernels.base.SparseKernels`."""
+
+from hvd_adaptive.kernels.cpu.compression import compress_, recompress_
+from hvd_adaptive.kernels.cpu.decompression import clear_, decompress_add_, decompress_sum_
+from hvd_adaptive.kernels.cpu.spectra import (
+    moments,
+    position_bits,
+    refined_spectrum,
+    sample_spectrum,
+    spectrum,
+    summary,
+)
+
+__all__ = [
+    "clear_",
+    "compress_",
+    "decompress_add_",
+    "decompress_sum_",
+    "moments",
+    "position_bits",
+    "recompress_",
+    "refined_spectrum",
+    "sample_spectrum",
+    "spectrum",
+    "summary",
+]

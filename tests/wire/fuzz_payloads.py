@@ -1,0 +1,673 @@
+"""Damaged payloads against everything that reads them, between pages of memory that nobody may touch.
+
+    python tests/wire/fuzz_payloads.py --cases 1000000 --jobs 2
+    python tests/wire/fuzz_payloads.py --cases 20000 --seed 7 --compressor topk
+
+A case takes a good payload, damages it (or not, in one of 16), and lets an operation have it. Payloads
+and outputs lie each between two pages that cannot be read or written, at the beginning or at the end of
+what is between them, so that one byte too far is a segmentation fault. Beyond that:
+
+* what is refused is refused with WireError (or, a frame that says so, as too large), and what is not
+  decodes to finite numbers, but for layers that are marked as not finite;
+* undamaged payloads decode to what the reference decodes them to, and of every 40 cases one is given to
+  the reference, too: it must find the same;
+* sums are those of adding one by one; clearing clears and does nothing else; a payload that is
+  compressed again can be decoded, and with the remainder it is what it was.
+
+The first finding ends the program with status 1 and a line that repeats it. Case n of a seed is always
+the same, for the same choice of compressors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_adaptive import wire
+from hvd_adaptive.compressors import REGISTRY, LinearCompressor, Payload, parse
+from hvd_adaptive.compressors.base import LayerBatch, LayerContext
+from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
+from hvd_adaptive.compressors.sparse import SparseCompressor
+from hvd_adaptive.kernels.base import BACKENDS
+from hvd_adaptive.kernels.cpu.memory import thread_buffers
+from hvd_adaptive.wire import TooLargeError, WireError
+from hvd_adaptive.wire import frame as wire_frame
+from hvd_adaptive.wire import varint as wire_varint
+from hvd_adaptive.wire.sparse import CODE_BLOCK
+
+SPECS = [
+    *(f"topk:density=0.05,values={how}" for how in wire.ValueFormat.__members__),
+    *(f"globaltopk:density=0.02,values={how}" for how in ("fp32", "int8", "sign")),
+    "threshold:threshold=1.0,values=fp16",
+    "dgc:density=0.3,values=int8",
+    "redsync:density=0.01,values=sign",
+    *(f"qsgd:bits={bits}" for bits in (1, 2, 3, 4, 8)),
+    "qsgd:bits=3,block=7,coding=huffman",
+    "qsgdinf:bits=2,coding=huffman",
+    "nuqsgd:bits=5,block=65536",
+    "natural:bits=8,coding=huffman",
+    "natural:bits=3",
+    "terngrad",
+    "terngrad:clip=2.5,coding=huffman",
+    "signsgd:block=64",
+    "onebit:block=1",
+    "onebit",
+    "alq:bits=3",
+    "alq:bits=4,coding=fixed",
+    "amq:bits=3",
+    "amq:bits=1,coding=fixed",
+    "randomk:density=0.1,values=fp16",
+]
+"""Beside every member of the registry that is not named here, as it is."""
+LAYERS = ((300, 0, 1, 4000), (40,), (9, 2, 70), (), (3000,), (300_000, 5))
+"""Sizes of the layers of a bucket; the last one's are summed past the cache."""
+SMALL = 5000
+"""Elements up to which the reference, which is slow, is asked, too."""
+ASKED = 40
+"""Of so many cases the reference is asked in one."""
+BUCKET = 3
+"""Index of the bucket that frames are of."""
+NUMBERS = (0, 1, -1, 2**7, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63)
+"""What counts and lengths are replaced with."""
+
+
+class Finding(Exception):  # noqa: N818 - what is looked for
+    """Something that must not be."""
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Guard:
+    """Memory between two pages that can be neither read nor written."""
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        self.size = -(-size // page) * page
+        # not shared: every worker has its own
+        self.memory = mmap.mmap(-1, self.size + 2 * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for wall in (address, address + page + self.size):
+            if libc.mprotect(wall, page, 0) != 0:  # PROT_NONE
+                raise OSError(ctypes.get_errno(), "mprotect")
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.size, offset=page)
+        self.floats = self.bytes.view(torch.float32)
+
+    def hold(self, data: bytes | bytearray, at_end: bool) -> Tensor:
+        """``data`` as uint8, its last byte before a wall or its first one behind one."""
+        start = self.size - len(data) if at_end else 0
+        self.memory[mmap.PAGESIZE + start : mmap.PAGESIZE + start + len(data)] = bytes(data)
+        return self.bytes[start : start + len(data)]
+
+    def hold_floats(self, count: int, at_end: bool, value: float) -> Tensor:
+        """``count`` float32 of a value, likewise."""
+        start = self.floats.numel() - count if at_end else 0
+        return self.floats[start : start + count].fill_(value)
+
+
+class ExactRoom:
+    """In the place of the room to decode into: not an element more than was asked for."""
+
+    def __init__(self) -> None:
+        self._guards: list[Guard] = []
+
+    def of(self, count: int) -> tuple[np.ndarray, ...]:
+        """Indices, values, and heads of blocks."""
+        sizes = {np.int32: count, np.float32: count, np.uint8: count // CODE_BLOCK + 1}
+        if not self._guards or 4 * count > self._guards[0].size:
+            self._guards = [Guard(4 * max(count, 1 << 16) + 8) for _ in sizes]
+        arrays = []
+        for guard, (dtype, length) in zip(self._guards, sizes.items(), strict=True):
+            whole = guard.bytes.numpy().view(dtype)
+            arrays.append(whole[whole.size - length :])
+        return tuple(arrays)
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def place(rng: random.Random, size: int) -> int:
+    """A byte of so many: the first ones, where counts are, more often than others."""
+    share = rng.random()
+    return rng.choice((int(size * share), int(size * share * share), min(size, int(12 * share))))
+
+
+def flip_a_bit(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """One bit is the other one."""
+    if body:
+        body[min(place(rng, len(body)), len(body) - 1)] ^= 1 << rng.randrange(8)
+
+
+def change_bytes(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """Some bytes are others: any, or all zeros or ones."""
+    start, count = place(rng, len(body)), rng.randrange(1, 12)
+    fill = rng.choice((b"\0", b"\xff", None))
+    body[start : start + count] = (rng.randbytes(count) if fill is None else fill * count)[
+        : len(body) - start
+    ]
+
+
+def cut(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """The end is missing."""
+    del body[place(rng, len(body)) if rng.random() < 0.7 else max(0, len(body) - rng.randrange(9)) :]
+
+
+def lengthen(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """More bytes follow."""
+    count = rng.randrange(1, 20)
+    body += bytes(count) if rng.random() < 0.5 else rng.randbytes(count)
+
+
+def insert_or_delete(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """What follows stands a little further on or before."""
+    start = place(rng, len(body))
+    if rng.random() < 0.5:
+        del body[start : start + rng.randrange(1, 4)]
+    else:
+        body[start:start] = rng.randbytes(rng.randrange(1, 4))
+
+
+def splice(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """The end is another payload's."""
+    start = place(rng, len(body))
+    body[start:] = other[start if rng.random() < 0.5 else place(rng, len(other)) :]
+
+
+def write_an_extreme(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """A number that no count or length should be, at any width or as a varint."""
+    value = rng.choice(NUMBERS) + rng.choice((0, 0, -1, 1))
+    if rng.random() < 0.5:
+        written = wire_varint.write_varint(value & (2**63 - 1))
+    else:
+        width = rng.choice((1, 2, 4, 8))
+        written = (value & (256**width - 1)).to_bytes(width, "little")
+    start = place(rng, len(body))
+    body[start : start + (len(written) if rng.random() < 0.7 else 1)] = written
+
+
+def only_noise(rng: random.Random, body: bytearray, other: bytes) -> None:
+    """Nothing of it is left; or nothing is there."""
+    body[:] = rng.randbytes(rng.choice((0, 1, 2, 5, 20, 200)))
+    if body and rng.random() < 0.5:
+        body[0] &= 0x3F
+
+
+DAMAGES = (
+    *(flip_a_bit, change_bytes, cut, lengthen, insert_or_delete, splice, write_an_extreme) * 3,
+    only_noise,
+)
+
+
+# --- what is fuzzed ------------------------------------------------------------------------------
+
+
+class Halves(LayerwiseCompressor):
+    """What a user may build on :class:`LayerwiseCompressor`: half precision."""
+
+    name = "halves"
+    biased = True
+    level = 16.0
+
+    def levels(self, layer: Any) -> tuple[float, ...]:
+        del layer
+        return (16.0,)
+
+    def wire_bytes(self, numel: int, level: float, *, shape: Any = None) -> int:
+        del level, shape
+        return 9 + 2 * numel
+
+    def encode(self, x: Tensor, level: float, key: int) -> Tensor:
+        del level, key
+        return x.clamp(-65504, 65504).half().view(torch.uint8)
+
+    def decode(self, code: Tensor, numel: int) -> Tensor:
+        if code.numel() != 2 * numel:
+            raise WireError(f"halves: {code.numel()} bytes for {numel} elements")
+        return code.clone().view(torch.float16).float()
+
+
+@dataclass
+class Subject:
+    """A compressor and good payloads of one bucket's layers.
+
+    Args:
+        spec: the compressor's specification.
+        compressor: itself.
+        sizes: elements of each layer.
+        bodies: good payloads, at least one.
+        decoded: what the reference makes of each.
+    """
+
+    spec: str
+    compressor: Any
+    sizes: tuple[int, ...]
+    bodies: list[bytes] = field(default_factory=list)
+    decoded: list[Any] = field(default_factory=list)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each layer begins, in one vector."""
+        return np.cumsum([0, *self.sizes])
+
+    def compress(self, x: Tensor, scale: float) -> bytes:
+        """A payload of ``x``, at the level of the options or another."""
+        level = self.compressor.level
+        if isinstance(self.compressor, SparseCompressor):
+            level = level * scale if self.compressor.name == "threshold" else min(1.0, level * scale)
+        body, _ = self.compressor.compress_layers_(
+            LayerBatch(x, self.offsets, [level] * len(self.sizes))
+        )
+        return body.numpy().tobytes()
+
+
+def members(only: str = "") -> dict[str, Any]:
+    """Every compressor whose specification contains ``only``."""
+    covered = {spec.partition(":")[0] for spec in SPECS}
+    specs = [*SPECS, *(name for name in REGISTRY if name not in covered)]
+    found: dict[str, Any] = {spec: parse(spec) for spec in specs}
+    found[Halves.name] = Halves()
+    return {spec: member for spec, member in found.items() if only in spec}
+
+
+def prepare(only: str = "") -> list[Subject]:
+    """Good payloads of these compressors, for every choice of layers."""
+    subjects = [
+        Subject(spec, member, sizes)
+        for spec, member in members(only).items()
+        for sizes in LAYERS
+        if len(sizes) == 1 or not isinstance(member, LinearCompressor)
+    ]
+    for number, subject in enumerate(subjects):
+        generator = torch.Generator().manual_seed(number)
+        for scale in (1.0, 12.0, 0.1):
+            x = torch.randn(sum(subject.sizes), generator=generator) ** 3
+            if isinstance(subject.compressor, LinearCompressor):
+                sent = subject.compressor.compress_(
+                    x, subject.compressor.level, LayerContext(key=5)
+                ).data
+                subject.bodies.append(sent.view(torch.uint8).numpy().tobytes())
+                continue
+            if scale == 0.1 and len(subject.sizes) > 1:
+                x[0] = torch.nan  # a mark
+            subject.bodies.append(subject.compress(x, scale))
+            with reference_kernels():
+                subject.decoded.append(outcome(add, subject, as_tensor(subject.bodies[-1]), plain))
+    return subjects
+
+
+def as_tensor(data: bytes | bytearray) -> Tensor:
+    """As uint8, in ordinary memory."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+@contextmanager
+def reference_kernels() -> Iterator[None]:
+    """The reference in the place of the kernels for host memory."""
+    before = BACKENDS["cpu"]
+    BACKENDS["cpu"] = "reference"
+    try:
+        yield
+    finally:
+        BACKENDS["cpu"] = before
+
+
+# --- operations: each returns what was found, and the tensors that it wrote to ---------------------
+
+Place = Callable[[int, int, float], Tensor]
+"""Room for an output: its number, its elements, and what it holds at first."""
+Result = tuple[Any, list[Tensor]]
+
+
+def plain(number: int, count: int, value: float) -> Tensor:
+    """An output in ordinary memory."""
+    del number
+    return torch.full((count,), value)
+
+
+def rooms(subject: Subject, where: Place, value: float) -> list[Tensor]:
+    """An output for each layer."""
+    return [where(number, count, value) for number, count in enumerate(subject.sizes)]
+
+
+def check_sound(outs: Sequence[Tensor], marks: Sequence[bool]) -> None:
+    """Finite, or not finite as a whole and marked."""
+    for layer, (out, mark) in enumerate(zip(outs, marks, strict=True)):
+        if mark and not bool(out.isnan().all()):
+            raise Finding(f"layer {layer} is marked as not finite and holds numbers")
+        if not mark and not bool(out.isfinite().all()):
+            raise Finding(f"layer {layer} is not finite and not marked")
+
+
+def add(subject: Subject, body: Tensor, where: Place) -> Result:
+    """decompress_layers_add_ to zeros."""
+    outs = rooms(subject, where, 0.0)
+    try:
+        marks = subject.compressor.decompress_layers_add_(body, outs, 1.0).tolist()
+    except WireError as error:
+        # quantizers promise nothing of what they have written
+        return refused(error), outs if isinstance(subject.compressor, SparseCompressor) else []
+    check_sound(outs, marks)
+    return marks, outs
+
+
+def add_one(subject: Subject, body: Tensor, where: Place) -> Result:
+    """decompress_add_ of one layer."""
+    [out] = rooms(subject, where, 0.0)
+    try:
+        subject.compressor.decompress_add_(Payload(body, out.numel()), out)
+    except WireError as error:
+        return refused(error), []
+    check_sound([out], [bool(out.numel()) and bool(out.isnan().all())])
+    return "", [out]
+
+
+def add_to_sum(subject: Subject, body: Tensor, where: Place) -> Result:
+    """decompress_layers_sum_ of three ranks' bodies: as one after the other."""
+    good = as_tensor(subject.bodies[0])
+    bodies = [body, good, good] if body.numel() % 2 else [good, body, good]
+    outs = rooms(subject, where, 3.0)
+    added = [torch.zeros_like(out) for out in outs]
+    try:
+        expected: Any = [subject.compressor.decompress_layers_add_(b, added, 0.5) for b in bodies]
+        expected = np.logical_or.reduce(expected).tolist() if subject.sizes else []
+    except WireError as error:
+        expected = refused(error)
+    try:
+        found: Any = subject.compressor.decompress_layers_sum_(bodies, outs, 0.5).tolist()
+    except WireError as error:
+        found = refused(error)
+    if found != expected:
+        raise Finding(f"the sum says {found}, adding one by one {expected}")
+    if isinstance(found, str):
+        return found, []
+    for out, wanted in zip(outs, added, strict=True):
+        if not torch.equal(out.nan_to_num(1e30), wanted.nan_to_num(1e30)):
+            raise Finding("the sum is not that of adding one by one")
+    return found, outs
+
+
+def clear(subject: Subject, body: Tensor, where: Place) -> Result:
+    """clear_layers_: zeros, and nothing else."""
+    outs = rooms(subject, where, 7.0)
+    found = ""
+    try:
+        subject.compressor.clear_layers_(body, outs)
+    except WireError as error:
+        found = refused(error)
+    for out in outs:
+        if not bool(((out == 7.0) | (out == 0.0)).all()):
+            raise Finding("clearing has written something else than zeros")
+    return found, outs
+
+
+def shrink(subject: Subject, body: Tensor, where: Place) -> Result:
+    """shrink_layers_, or shrink_ of a lone layer: what is sent and what stays are what they were."""
+    member, total = subject.compressor, sum(subject.sizes)
+    x, level = where(0, total, 0.0), member.level * (2 if member.name == "threshold" else 0.3)
+    try:
+        if len(subject.sizes) == 1:
+            less = member.recompress_(Payload(body, total), x, level).data
+        else:
+            levels = [level] * len(subject.sizes)
+            less, _ = member.recompress_layers_(body, x, subject.offsets, levels)
+    except WireError as error:
+        return refused(error), [x]
+    before, after = ([torch.zeros(size) for size in subject.sizes] for _ in range(2))
+    marks = member.decompress_layers_add_(body, before, 1.0)
+    if not np.array_equal(member.decompress_layers_add_(less, after, 1.0), marks):
+        raise Finding("a payload that is compressed again has other marks")
+    if not bool(x.isfinite().all()):
+        raise Finding("compressing a payload again has left a remainder that is not finite")
+    old, new = (torch.cat([*parts, torch.zeros(0)]).double() for parts in (before, after))
+    bound = 2.0**-21 * torch.maximum(torch.maximum(old.abs(), new.abs()), x.double().abs()) + 1e-44
+    if not bool(((old - new - x).abs() <= bound)[old.isfinite()].all()):
+        raise Finding("a payload that is compressed again has lost something")
+    return less.tolist(), [x]
+
+
+def frames(subject: Subject, body: Tensor, where: Place) -> Result:
+    """As an allgather's result: frames, parts, and decoding."""
+    try:
+        bodies, _ = wire_frame.split_frames(body, BUCKET, 2 * len(subject.sizes), ranks=2)
+        codes = [code for each in bodies for code in wire_frame.split_parts(each, 2)]
+    except (WireError, TooLargeError) as error:
+        return refused(error), []
+    results = [add(subject, code, where)[0] for code in codes]
+    return next((each for each in results if isinstance(each, str)), results), []
+
+
+def add_linear(subject: Subject, body: Tensor, where: Place) -> Result:
+    """decompress_add_ of what is summed: the number of values decides, and they may be anything."""
+    dtype, [numel] = subject.compressor.wire_dtype or torch.float32, subject.sizes
+    [out] = rooms(subject, where, 0.0)
+    aligned = body.data_ptr() % dtype.itemsize == 0 and body.numel() % dtype.itemsize == 0
+    values = body.reshape(-1, dtype.itemsize).view(dtype).view(-1) if aligned else body
+    payload = Payload(values, numel, subject.compressor.level, key=5)
+    try:
+        subject.compressor.decompress_add_(payload, out)
+    except WireError as error:
+        if aligned and body.numel() == len(subject.bodies[0]):
+            raise Finding(f"values in the right number are refused: {error}") from error
+        return refused(error), []
+    if not aligned or body.numel() != len(subject.bodies[0]):
+        raise Finding(f"{body.numel()} bytes are taken for {len(subject.bodies[0])}")
+    return "", [out]
+
+
+def refused(error: ValueError) -> str:
+    """What a refusal said."""
+    return f"refused: {error}"
+
+
+def operations(subject: Subject) -> list[Callable[[Subject, Tensor, Place], Result]]:
+    """What takes this subject's payloads."""
+    if isinstance(subject.compressor, LinearCompressor):
+        return [add_linear]
+    found = [add, add_to_sum, frames]
+    if len(subject.sizes) == 1:
+        found.append(add_one)
+    if isinstance(subject.compressor, SparseCompressor):
+        found += [clear, shrink]
+    return found
+
+
+def outcome(
+    act: Callable[[Subject, Tensor, Place], Result], subject: Subject, body: Tensor, where: Place
+) -> tuple[Any, list[list[int]]]:
+    """What an operation found, and the bits of what it wrote."""
+    found, written = act(subject, body, where)
+    return found, [out.view(torch.int32).tolist() for out in written]
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+class Fuzzer:
+    """Runs cases, each known by its number."""
+
+    def __init__(self, seed: int, subjects: list[Subject]) -> None:
+        self.seed = seed
+        self.subjects = subjects
+        self.large = [s for s in subjects if sum(s.sizes) > SMALL]
+        self.small = [s for s in subjects if sum(s.sizes) <= SMALL]
+        most = max(len(body) for s in subjects for body in s.bodies)
+        self.payload = Guard(8 * most + 4096)
+        self.outs = [Guard(4 * max(sum(s.sizes) for s in subjects) + 64) for _ in range(4)]
+        thread_buffers._decoded = ExactRoom()  # type: ignore[assignment]
+        thread_buffers._candidates = ExactRoom()  # type: ignore[assignment]
+
+    def case(self, number: int) -> bool:
+        """One case; returns whether the payload was refused."""
+        rng = random.Random((self.seed << 64) + number)
+        few = self.large and (rng.random() < 0.02 or not self.small)
+        subject = rng.choice(self.large if few else self.small)
+        act = rng.choice(operations(subject))
+        which = rng.randrange(len(subject.bodies))
+        body = bytearray(subject.bodies[which])
+        if act is frames:
+            body = bytearray(framed(subject, which))
+        damaged = rng.random() >= 1 / 16
+        for _ in range(rng.choice((1, 1, 1, 2, 3)) if damaged else 0):
+            rng.choice(DAMAGES)(rng, body, rng.choice(self.subjects).bodies[0])
+        del body[self.payload.size :]
+        where = self._places(rng)
+        found = act(subject, self.payload.hold(body, rng.random() < 0.5), where)
+        if not damaged:
+            self._check_undamaged(act, subject, which, found)
+        elif rng.randrange(ASKED) == 0 and sum(subject.sizes) <= SMALL:
+            self._ask_the_reference(act, subject, body, found)
+        return isinstance(found[0], str) and found[0].startswith("refused")
+
+    def _places(self, rng: random.Random) -> Place:
+        ends = [rng.random() < 0.5 for _ in self.outs]
+        return lambda number, count, value: self.outs[number].hold_floats(count, ends[number], value)
+
+    def _check_undamaged(self, act: Any, subject: Subject, which: int, found: Result) -> None:
+        if isinstance(found[0], str) and found[0].startswith("refused"):
+            raise Finding(f"an undamaged payload is {found[0]}")
+        if act is add:
+            marks, written = subject.decoded[which]
+            if (marks, written) != (found[0], [out.view(torch.int32).tolist() for out in found[1]]):
+                raise Finding("an undamaged payload is not what the reference decodes it to")
+
+    def _ask_the_reference(self, act: Any, subject: Subject, body: bytearray, found: Result) -> None:
+        written = [out.view(torch.int32).tolist() for out in found[1]]
+        with reference_kernels():
+            expected = outcome(act, subject, as_tensor(body), plain)
+        if found[0] != expected[0]:
+            raise Finding(f"the kernels say {found[0]}, the reference {expected[0]}")
+        if written != expected[1]:
+            raise Finding("the kernels have written something else than the reference")
+
+
+def framed(subject: Subject, which: int) -> bytes:
+    """What an allgather of two ranks gives, each of which sends two parts."""
+    frame = wire_frame.join_parts([as_tensor(subject.bodies[which]), as_tensor(subject.bodies[0])])
+    wire_frame.write_header(frame, BUCKET, 2 * len(subject.sizes))
+    return 2 * frame.numpy().tobytes()
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+class Board:
+    """What a worker is doing, in memory that outlives it: case, refusals, and what was found."""
+
+    COUNTS = struct.Struct("<qqqq")
+    TEXT = 4096
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self.COUNTS.size + self.TEXT)
+
+    def note(self, case: int, done: int, refused_: int, text: str = "") -> None:
+        """Of the case that begins, or of what it found."""
+        data = text.encode()[: self.TEXT]
+        self._memory[: self.COUNTS.size] = self.COUNTS.pack(case, done, refused_, len(data))
+        self._memory[self.COUNTS.size : self.COUNTS.size + len(data)] = data
+
+    def read(self) -> tuple[int, int, int, str]:
+        """What was noted last."""
+        case, done, refused_, length = self.COUNTS.unpack(self._memory[: self.COUNTS.size])
+        text = self._memory[self.COUNTS.size : self.COUNTS.size + length]
+        return case, done, refused_, text.decode(errors="replace")
+
+
+def work(fuzzer: Fuzzer, cases: range, board: Board) -> int:
+    """Run cases until one finds something; returns the exit status."""
+    faulthandler.enable()
+    refusals = 0
+    for done, number in enumerate(cases):
+        board.note(number, done, refusals)
+        try:
+            refusals += fuzzer.case(number)
+        except Exception as error:
+            if not isinstance(error, Finding):
+                traceback.print_exc()
+            board.note(number, done, refusals, f"{type(error).__name__}: {error}")
+            return 1
+    board.note(-1, len(cases), refusals)
+    return 0
+
+
+def search(fuzzer: Fuzzer, cases: range, jobs: int = 1) -> tuple[int, int, str]:
+    """Run cases in processes of their own, which may crash: (cases run, refused, what was found)."""
+    boards, workers = [Board() for _ in range(jobs)], {}
+    for job, board in enumerate(boards):
+        worker = os.fork()
+        if worker == 0:
+            try:
+                os._exit(work(fuzzer, cases[job::jobs], board))
+            finally:
+                os._exit(2)  # not what waits in the parent's buffers or at its exit
+        workers[worker] = board
+    found = ""
+    while workers:
+        worker, status = os.wait()
+        board = workers.pop(worker)
+        if status == 0 or found:
+            continue
+        case, _, _, text = board.read()
+        if os.WIFSIGNALED(status):
+            text = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        found = f"case {case} of seed {fuzzer.seed}: {text or f'exit status {status >> 8}'}"
+        for other in workers:
+            os.kill(other, signal.SIGKILL)
+    counts = [board.read() for board in boards]
+    return sum(each[1] for each in counts), sum(each[2] for each in counts), found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=100_000, help="how many (default: 100,000)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="another one gives other cases (default: 1)"
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first case (default: 0)")
+    parser.add_argument("--compressor", default="", help="only those whose specification contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once (default: 1)")
+    given = parser.parse_args(arguments)
+    if given.cases < 1 or given.first < 0 or given.jobs < 1:
+        parser.error("--cases and --jobs are 1 or more, --first is 0 or more")
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    subjects = prepare(given.compressor)
+    if not subjects:
+        parser.error(f"no compressor's specification contains {given.compressor!r}: {', '.join(SPECS)}")
+    cases = range(given.first, given.first + given.cases)
+    done, refusals, found = search(Fuzzer(given.seed, subjects), cases, given.jobs)
+    seconds = time.perf_counter() - start
+    print(
+        f"{done} cases, {refusals} refused, {done - refusals} decoded, in {seconds:.0f} s", flush=True
+    )
+    if found:
+        only = f" --compressor {given.compressor}" if given.compressor else ""
+        case = found.split()[1]
+        print(f"FOUND: {found}")
+        print(f"again: python {sys.argv[0]} --seed {given.seed} --first {case} --cases 1{only}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
