@@ -217,3 +217,13 @@ def _counting(name: str, function: Any, counts: dict[str, int]) -> Any:
         return function(*arguments, **keywords)
 
     return call
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
