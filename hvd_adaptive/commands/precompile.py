@@ -32,7 +32,7 @@ def warm() -> float:
 
 
 def _use(compressor: Compressor) -> None:
-    """Compress, shrink, decompress, measure."""
+    """Compress, recompress, decompress, measure."""
     x = torch.linspace(-1, 1, 64)
     state = compressor.new_state()
     if isinstance(state, Learner):
