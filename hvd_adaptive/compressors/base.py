@@ -73,7 +73,7 @@ class LayerStats:
 
 
 class CodecState(ABC):
-    """What a compressor has learnt from one optimizer's gradients: the same on all ranks."""
+    """What a compressor has learned from one optimizer's gradients: the same on all ranks."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -92,17 +92,17 @@ class Learner(CodecState):
     """A state that follows the gradients' distribution.
 
     At the steps that are :meth:`due`, every rank collects statistics while it compresses; the first
-    rank makes of all of them what is learnt, and every rank adopts that.
+    rank makes of all of them what is learned, and every rank adopts that.
     """
 
     collecting: bool = False
     """Set for the steps in which compression collects statistics."""
     drop: float = 0.1
-    """Share by which the learning rate must fall within one step, so that the next is learnt from."""
+    """Share by which the learning rate must fall within one step, so that the next is learned from."""
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Whether this step's gradients are to be learnt from.
+        """Whether this step's gradients are to be learned from.
 
         The step after the learning rate fell by :attr:`drop` or more is one, too.
         """
@@ -116,7 +116,7 @@ class Learner(CodecState):
         """What the statistics of all ranks, in rank order, teach; JSON."""
 
     @abstractmethod
-    def adopt(self, learnt: Any) -> None:
+    def adopt(self, learned: Any) -> None:
         """Use what the first rank's :meth:`fit` returned."""
 
 
@@ -312,11 +312,11 @@ class LinearBatch:
     """The layers of one linear compressor in one bucket.
 
     Args:
-        x: float32, 1-D, one a layer; left with the remainder.
-        outs: float32, 1-D, one a layer; overwritten with the reduced layer.
+        x: float32, 1-D, one per layer; left with the remainder.
+        outs: float32, 1-D, one per layer; overwritten with the reduced layer.
         layers: shapes and names.
-        levels: one a layer.
-        keys: of shared random numbers, one a layer.
+        levels: one per layer.
+        keys: of shared random numbers, one per layer.
         state: of :meth:`Compressor.new_state`.
         dtype: in which payloads are summed.
         ranks: how many of them are summed, where what saturates is kept for the next step: a half
@@ -339,7 +339,7 @@ Rounds: TypeAlias = Generator[list[Tensor], list[Tensor], None]
 
 
 class LinearCompressor(Compressor):
-    """Payloads can be summed, so they travel by allreduce."""
+    """Payloads can be summed, so they are sent by allreduce."""
 
     @property
     @abstractmethod
@@ -367,7 +367,7 @@ class CastCompressor(LinearCompressor):
 
     @property
     def level(self) -> Level:
-        """Bits a value; 32 where nothing is cast."""
+        """Bits per value; 32 where nothing is cast."""
         return 32 if self.wire_dtype is None else self.wire_dtype.itemsize * 8
 
     def levels(self, layer: Layer) -> tuple[Level, ...]:
@@ -463,7 +463,7 @@ class CastCompressor(LinearCompressor):
 class GatheredCompressor(Compressor):
     """A payload of bytes that cannot be summed: every rank's payload goes to every rank.
 
-    Members code all layers of a bucket in one call (:meth:`compress_layers_`), because a call a
+    Members code all layers of a bucket in one call (:meth:`compress_layers_`), because a call per
     layer costs more than the work for small layers. A payload tells its own level, because ranks may
     choose their levels by themselves.
     """
@@ -597,6 +597,7 @@ def _warn_no_saving(name: str) -> None:
         _warned.add(name)
         warnings.warn(
             f"Horovod cannot sum {name}: under hvd.DistributedOptimizer the values are rounded to "
-            f"{name} but travel at full width. hvd_adaptive.DistributedOptimizer sends half the bytes.",
+            f"{name} but are sent at full width. hvd_adaptive.DistributedOptimizer sends half the "
+            "bytes.",
             stacklevel=3,
         )

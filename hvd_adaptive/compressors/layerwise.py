@@ -29,8 +29,8 @@ class LayerwiseCompressor(GatheredCompressor):
     """Codes one layer at a time, by :meth:`encode` and :meth:`decode`, in plain torch.
 
     Gradients, remainders, buckets, marks for layers that are not finite and checks of lengths are
-    taken care of. Costs a few dozen microseconds a layer beside the encoding itself. Wire: a varint
-    ``bytes << 1 | nonfinite`` a layer, and its code.
+    taken care of. Costs a few dozen microseconds per layer in addition to the encoding itself. Wire: a
+    varint ``bytes << 1 | nonfinite`` per layer, and its code.
     """
 
     @abstractmethod

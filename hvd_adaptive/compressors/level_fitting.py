@@ -1,7 +1,7 @@
 """Quantization levels that follow the gradients: ALQ's free levels and AMQ's single multiplier.
 
 A magnitude divided by its block's norm is ``r`` in [0, 1]. A table of levels ``l_0 < ... < l_S = 1``
-rounds ``r`` at random to one of its two neighbours, so that the expectation is ``r``. What that costs
+rounds ``r`` at random to one of its two neighbors, so that the expectation is ``r``. What that costs
 is known in advance if the distribution of ``r`` is (:mod:`hvd_adaptive.compressors.distributions`):
 levels are moved to where the expected variance is least.
 
@@ -53,7 +53,7 @@ _SMALLEST = 2.0**-126  # normal float32: a kernel may flush what is smaller to z
 def psi(levels: npt.ArrayLike, distribution: Distribution) -> float:
     """Expected variance of rounding r at random to a table of levels.
 
-    Between neighbours ``a < c`` the variance is ``(c - r)(r - a)``. Below the lowest level of a table
+    Between neighbors ``a < c`` the variance is ``(c - r)(r - a)``. Below the lowest level of a table
     without zero the sign is random instead: ``l_0² - r²``.
 
     Cost: one evaluation of ``distribution`` a level. Source: Faghri et al. (2020), equation (3).
@@ -85,11 +85,11 @@ def _psi(table: Float64s, distribution: Distribution) -> float:
 def coordinate_descent(
     levels: npt.ArrayLike, distribution: Distribution, sweeps: int = 20, tolerance: float = 1e-9
 ) -> Float64s:
-    """ALQ: each level in turn goes to its optimum between its neighbours.
+    """ALQ: each level in turn goes to its optimum between its neighbors.
 
-    The optimum is where the cdf equals its own mean over the interval between the neighbours, which
+    The optimum is where the cdf equals its own mean over the interval between the neighbors, which
     is the paper's ``beta(a, c) = F^-1(F(c) - integral of (r - a) / (c - a) dF)`` by parts. A level
-    depends on its neighbours only, so every second level is moved at once, then the others: a
+    depends on its neighbors only, so every second level is moved at once, then the others: a
     reordering of the paper's sweep. ``psi`` never rises, and the result is a local minimum where the
     sweeps sufficed. A lowest level of 0 stays; any other is moved too: its mirror image lies beyond.
 
@@ -132,11 +132,11 @@ def coordinate_descent(
 
 
 def _beta(table: Float64s, inner: npt.NDArray[np.int64], distribution: Distribution) -> Float64s:
-    """The best place of the inner levels between their neighbours."""
+    """The best place of the inner levels between their neighbors."""
     low, high = table[inner - 1], table[inner + 1]
     cdf, first, _ = distribution.partial(table)
     area = table * cdf - first
-    # Where next to nothing lies between the neighbours, a level is as good as any other.
+    # Where next to nothing lies between the neighbors, a level is as good as any other.
     kept = (cdf[inner + 1] - cdf[inner - 1] <= 1e-14) | (high <= low)
     width = np.where(kept, 1.0, high - low)
     best = distribution.inverse((area[inner + 1] - area[inner - 1]) / width)
@@ -165,7 +165,7 @@ def _lowest(current: float, above: float, distribution: Distribution) -> float:
 def gradient_descent(
     levels: npt.ArrayLike, distribution: Distribution, steps: int = 150, tolerance: float = 1e-9
 ) -> Float64s:
-    """ALQ by gradient descent: all levels move at once, none farther than half way to a neighbour.
+    """ALQ by gradient descent: all levels move at once, none farther than half way to a neighbor.
 
     That bound keeps the levels in order without a projection. The rate doubles after a step that
     lowered ``psi`` and halves after one that did not, which is taken back: ``psi`` never rises.
@@ -195,7 +195,7 @@ def gradient_descent(
     value = _psi(table, distribution)
     for _ in range(steps):
         slope = _gradient(table, distribution)
-        # a little less than half, or neighbours that move towards each other would meet
+        # a little less than half, or neighbors that move towards each other would meet
         reach = 0.499 * _distances(table)
         move = np.sign(slope) * np.minimum(rate * np.abs(slope), reach)
         if np.abs(move).max() <= tolerance:
@@ -221,7 +221,7 @@ def _gradient(table: Float64s, distribution: Distribution) -> Float64s:
 
 
 def _distances(table: Float64s) -> Float64s:
-    """From each level to the nearer neighbour, and from the lowest to 0."""
+    """From each level to the nearer neighbor, and from the lowest to 0."""
     gaps = np.diff(table)
     nearer: Float64s = np.minimum(np.append(table[0], gaps), np.append(gaps, 1.0))
     return nearer
@@ -234,7 +234,7 @@ def amq(multiplier: float, s: int, distribution: Distribution, steps: int = 60) 
     interval that holds a minimum is halved: gradient descent with the step found by bisection, which
     needs no rate and never raises ``psi``. There may be a better minimum elsewhere.
 
-    Cost: s + 1 points of ``distribution`` a step. Source: Faghri et al. (2020), section 3.3,
+    Cost: s + 1 points of ``distribution`` per step. Source: Faghri et al. (2020), section 3.3,
     equation (8).
 
     Args:
@@ -322,7 +322,7 @@ def _checked(levels: npt.ArrayLike) -> Float64s:
 
 
 class LearnedLevels(Learner):
-    """Tables of levels for every number of bits, learnt from one optimizer's gradients.
+    """Tables of levels for every number of bits, learned from one optimizer's gradients.
 
     One mixture serves all numbers of bits. Descent starts from uniform levels, from exponential ones
     and from levels spread as the cube root of the density (the optimum for many levels), and the best
@@ -338,11 +338,11 @@ class LearnedLevels(Learner):
         norm: ``l2`` or ``max``. With ``l2`` nearly all r are far below 1, the level that is 1 is
             never used, and levels are missing where r is.
         updates: steps to learn at, rising; the last one's multiples follow. Empty: never.
-        start: the levels before anything was learnt; AMQ's are always exponential.
+        start: the levels before anything was learned; AMQ's are always exponential.
         method: coordinate descent or gradient descent, for ``alq``.
         weighting: blocks count by their squared norm (the variance of the gradient), or all alike
             (the paper's normalized variance).
-        drop: share by which the learning rate must fall within one step, so that levels are learnt
+        drop: share by which the learning rate must fall within one step, so that levels are learned
             again in the next: a schedule that falls a little with every step never does.
         zero: whether ``alq`` keeps a level at 0. Without it, a sign bit is not wasted on 0, the
             lowest level is free too, and ``psi`` is lower at equal fixed width; zeros are noise
@@ -400,11 +400,11 @@ class LearnedLevels(Learner):
 
     @property
     def all_bits(self) -> range:
-        """Bits a value that there are tables for: from 2 (with zero) or 1 up to 8."""
+        """Bits per value that there are tables for: from 2 (with zero) or 1 up to 8."""
         return range(2 if self.zero else 1, MAX_BITS + 1)
 
     def table(self, bits: int) -> Float32s:
-        """The magnitudes at ``bits`` bits a value, sign included.
+        """The magnitudes at ``bits`` bits per value, sign included.
 
         Args:
             bits: 2 to 8, or 1 to 8 for tables without zero.
@@ -471,13 +471,13 @@ class LearnedLevels(Learner):
         best = self._best_free if self.kind == "alq" else _best_powers
         return {str(bits): _as_table(best(bits, grid)).tolist() for bits in self.all_bits}
 
-    def adopt(self, learnt: Any) -> None:
+    def adopt(self, learned: Any) -> None:
         """Use these tables from now on.
 
         Raises:
             ValueError: they are not what :meth:`fit` of an equal learner returns.
         """
-        self._tables = self._read(learnt)
+        self._tables = self._read(learned)
 
     def _best_free(self, bits: int, grid: TabulatedDistribution) -> Float64s:
         """The best end of the descents from three starts."""

@@ -44,10 +44,10 @@ class PowerSGD(LinearCompressor):
 
     With M the layer as a matrix (a convolution as outputs x inputs * kernel): ``P = M Q``, summed over
     the ranks and made orthonormal; ``Q = M^T P``, summed; the layer is ``P Q^T``, and Q starts the next
-    step. Two allreduces a bucket: one for all P and the layers that travel dense, one for all Q.
+    step. Two allreduces per bucket: one for all P and the layers that are sent dense, one for all Q.
     Biased: use it with error feedback. Magnitudes near float32's largest saturate. Memory: Q, and the
     residual. Cost: two products with a matrix of ``rank`` columns and a QR decomposition of P. Layers
-    with one dimension, and those whose factors would not be smaller than they are, travel dense.
+    with one dimension, and those whose factors would not be smaller than they are, are sent dense.
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
 
     Args:

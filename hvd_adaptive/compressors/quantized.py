@@ -41,7 +41,7 @@ from hvd_adaptive.wire import quantized
 from hvd_adaptive.wire.quantized import (
     MAX_BITS,
     MAX_BLOCK,
-    Book,
+    Codebook,
     Norm,
     QuantizationRule,
     Rounding,
@@ -57,7 +57,7 @@ class Quantizer(GatheredCompressor):
     """
 
     widths: ClassVar[range] = range(1, MAX_BITS + 1)
-    """Bits a value that there can be."""
+    """Bits per value that there can be."""
 
     @property
     @abstractmethod
@@ -84,10 +84,10 @@ class Quantizer(GatheredCompressor):
         """The levels for these numbers of bits: fixed ones, or those of ``state``."""
         if not self.rule.carried:
             return self.rule.tables
-        learnt = state if state is not None else _fresh_state(self)
-        if not isinstance(learnt, LearnedLevels):
-            raise TypeError(f"{self.name}: its state is a LearnedLevels, got {type(learnt).__name__}")
-        return Tables({width: learnt.table(width) for width in sorted(set(bits))})
+        learned = state if state is not None else _fresh_state(self)
+        if not isinstance(learned, LearnedLevels):
+            raise TypeError(f"{self.name}: its state is a LearnedLevels, got {type(learned).__name__}")
+        return Tables({width: learned.table(width) for width in sorted(set(bits))})
 
     def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """Quantize all layers; see :meth:`GatheredCompressor.compress_layers_`.
@@ -101,14 +101,14 @@ class Quantizer(GatheredCompressor):
         tables = self.tables(bits.tolist(), state)
         if isinstance(state, LearnedLevels) and state.collecting:
             _observe(state, batch)
-        books = [Book(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
-        front = quantized.write_books(books if self.rule.carried else [])
+        codebooks = [Codebook(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
+        front = quantized.write_codebooks(codebooks if self.rule.carried else [])
         room = reserve + (0 if self.entropy_coded else len(front))
         body, stats = for_device(batch.x.device).quantized.compress_(
             batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room
         )
         if self.entropy_coded:
-            body = self._coded(body[room:], np.diff(batch.offsets), tables, books, reserve)
+            body = self._coded(body[room:], np.diff(batch.offsets), tables, codebooks, reserve)
         else:
             body[reserve:room] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
         return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 2] != 0)
@@ -118,17 +118,17 @@ class Quantizer(GatheredCompressor):
         layers: Tensor,
         numels: npt.NDArray[np.int64],
         tables: Tables,
-        books: list[Book],
+        codebooks: list[Codebook],
         reserve: int,
     ) -> Tensor:
-        """Huffman-code the layers and put their books in front."""
+        """Huffman-code the layers and put their codebooks in front."""
         host = layers.cpu()
         streams, codes = for_device(host.device).entropy.encode(host, numels, self.rule, tables)
-        for book in books:
-            book.magnitudes = book.magnitudes if self.rule.carried else None
-            book.huffman = codes.get(book.bits)
-        used = [book for book in books if self.rule.carried or book.huffman is not None]
-        front = bytearray(reserve) + quantized.write_books(used)
+        for codebook in codebooks:
+            codebook.magnitudes = codebook.magnitudes if self.rule.carried else None
+            codebook.huffman = codes.get(codebook.bits)
+        used = [codebook for codebook in codebooks if self.rule.carried or codebook.huffman is not None]
+        front = bytearray(reserve) + quantized.write_codebooks(used)
         return torch.cat([torch.frombuffer(front, dtype=torch.uint8), streams]).to(layers.device)
 
     def decompress_layers_add_(
@@ -151,7 +151,7 @@ class Quantizer(GatheredCompressor):
             return self.rule.tables, 1, body
         data = body.cpu()
         entropy = for_device(data.device).entropy
-        tables, codes, start = entropy.read_books(data.numpy(), self.rule)
+        tables, codes, start = entropy.read_codebooks(data.numpy(), self.rule)
         if not codes:
             return tables, start, body
         packed = entropy.decode(data, start, numels, self.rule, tables, codes)
@@ -196,7 +196,7 @@ class Quantizer(GatheredCompressor):
         """What Huffman coding is expected to leave of the codes, from one histogram for all levels.
 
         Hardly ever less than what is sent, and within 2 % above it in large layers of scattered
-        values; more where neighbours are alike or one sign prevails, from which a code gains what is
+        values; more where neighbors are alike or one sign prevails, from which a code gains what is
         not counted here. Not finite input gives the packed size. Layers of a bucket share a Huffman
         code for each number of bits, but here ``x`` is coded alone, by its own probabilities. Cost:
         as of :meth:`errors`, and making the codes: two to four times as much in all.
@@ -220,7 +220,7 @@ class Quantizer(GatheredCompressor):
         """Bytes that Huffman coding takes off packed codes whose magnitudes occur so often."""
         entropy = for_device(torch.device("cpu")).entropy
         even = (counts + counts[::-1]) / 2  # the signs
-        # the length of the stream; and where no table travels, the first byte of a book
+        # the length of the stream; and where no table is sent, the first byte of a codebook
         front = 4 + (0 if self.rule.carried else 1)
         coded = front + entropy.expected_bytes(even, numel)
         return max(0, quantized.packed_bytes(numel, bits, counts.size) - coded)
@@ -233,8 +233,8 @@ class Quantizer(GatheredCompressor):
 
     def _packed_body(self, numel: int, bits: int, alphabet: int) -> int:
         """Bytes of a layer alone, whose codes are packed."""
-        books = quantized.book_bytes(bits) if self.rule.carried else 0
-        return 1 + books + quantized.layer_bytes(numel, bits, alphabet, self.rule)
+        codebooks = quantized.codebook_bytes(bits) if self.rule.carried else 0
+        return 1 + codebooks + quantized.layer_bytes(numel, bits, alphabet, self.rule)
 
     def _bits(self, level: Level) -> int:
         """A level as a number of bits; ValueError where it is none."""
@@ -271,7 +271,7 @@ class _Random(Quantizer):
     """Members that round at random to one of the two levels around a value.
 
     Args:
-        bits: bits a value; with 1 bit the levels are the norm and its negative.
+        bits: bits per value; with 1 bit the levels are the norm and its negative.
         block: elements that share a norm.
         coding: ``fixed`` packs codes at their width; ``huffman`` codes them by how often they occur,
             where that takes fewer bytes.
@@ -327,13 +327,13 @@ class QSGD(_Random):
 
     Unbiased. Variance: at most ``min(block / s^2, sqrt(block) / s) * |x|^2`` with
     ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about six copies of the tensor to
-    compress, two to decode. Wire: ``bits + 32 / block`` bits a value (1.6 for 2 bits, whose three
+    compress, two to decode. Wire: ``bits + 32 / block`` bits per value (1.6 for 2 bits, whose three
     levels are packed five to a byte); with Huffman coding far fewer, since most codes are near 0.
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
     Encoding" (NeurIPS 2017), section 3.1.
 
     Args:
-        bits: 1 to 8 bits a value.
+        bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
 
@@ -361,7 +361,7 @@ class QSGDInf(_Random):
     section 5 ("scaling by the max").
 
     Args:
-        bits: 1 to 8 bits a value.
+        bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
 
@@ -389,7 +389,7 @@ class NUQSGD(_Random):
     via Nonuniform Quantization" (JMLR 2021), section 3.
 
     Args:
-        bits: 1 to 8 bits a value.
+        bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
 
@@ -418,7 +418,7 @@ class Natural(_Random):
     Distributed Deep Learning" (2019), sections 2 and 3 (natural dithering for fewer bits).
 
     Args:
-        bits: 2 to 8 bits a value.
+        bits: 2 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
 
@@ -445,7 +445,7 @@ class Natural(_Random):
 class TernGrad(Quantizer):
     """The block's largest magnitude times -1, 0 or 1.
 
-    Unbiased without clipping. Cost as :class:`QSGD`. Wire: ``1.6 + 32 / block`` bits a value. Source:
+    Unbiased without clipping. Cost as :class:`QSGD`. Wire: ``1.6 + 32 / block`` bits per value. Source:
     Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
     (NeurIPS 2017), sections 3.1 and 3.3.
 
@@ -499,7 +499,7 @@ class TernGrad(Quantizer):
 
 @dataclass(frozen=True)
 class _Signs(Quantizer):
-    """Members that send one bit a value and what it stands for in each block."""
+    """Members that send one bit per value and what it stands for in each block."""
 
     block: int = 512
 
@@ -516,7 +516,7 @@ class SignSGD(_Signs):
     """The sign of every value, times the mean magnitude of its block.
 
     Biased and not random: use it with error feedback. Cost as :class:`QSGD`. Wire: ``1 + 32 / block``
-    bits a value. Source: Bernstein et al., "signSGD" (ICML 2018); scaled as in Karimireddy et al.,
+    bits per value. Source: Bernstein et al., "signSGD" (ICML 2018); scaled as in Karimireddy et al.,
     "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), section 4.
 
     Args:
@@ -546,7 +546,7 @@ class OneBit(_Signs):
     """The mean of a block's negative values or that of the others, whichever a value belongs to.
 
     Biased and not random: use it with error feedback. Cost as :class:`QSGD`. Wire: ``1 + 64 / block``
-    bits a value. Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+    bits per value. Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
     Data-Parallel Distributed Training of Speech DNNs" (Interspeech 2014), section 3.2, with blocks in
     the place of columns.
 
@@ -572,15 +572,15 @@ class OneBit(_Signs):
         return QuantizationRule(Norm.sides, Rounding.sign, self.block)
 
 
-# --- learnt levels -------------------------------------------------------------------------------
+# --- learned levels -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Learned(_Random):
-    """Members whose levels follow the gradients: they travel with every body, 4 bytes a magnitude.
+    """Members whose levels follow the gradients: they are sent with every body, 4 bytes per magnitude.
 
     Args:
-        bits: bits a value.
+        bits: bits per value.
         block: elements that share a norm.
         coding: ``huffman`` or ``fixed``.
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
@@ -612,12 +612,12 @@ class _Learned(_Random):
 
     @property
     def rule(self) -> QuantizationRule:
-        """Tables, which travel."""
+        """Tables, which are sent with the body."""
         return QuantizationRule(Norm[self.norm], Rounding.table, self.block)
 
     @property
     def state_key(self) -> Compressor:
-        """Levels are learnt for all bits, and whatever the coding."""
+        """Levels are learned for all bits, and whatever the coding."""
         return dataclasses.replace(self, bits=type(self).bits, coding=type(self).coding)
 
     def new_state(self) -> LearnedLevels:
@@ -639,7 +639,7 @@ class _Learned(_Random):
 
     @property
     def first_levels(self) -> Literal["uniform", "exponential"]:
-        """Where levels are before anything was learnt."""
+        """Where levels are before anything was learned."""
         return "exponential"
 
 
@@ -655,7 +655,7 @@ class ALQ(_Learned):
     sections 3.1 to 3.3.
 
     Args:
-        bits: 2 to 8 bits a value.
+        bits: 2 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``huffman`` or ``fixed``.
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
@@ -666,7 +666,7 @@ class ALQ(_Learned):
             ``true`` with Huffman coding alone. There a level at 0 makes most codes alike and payloads
             small. At a fixed width it saves nothing, and one more level for the others lowers the error
             by a fifth or more; zeros then become noise.
-        start: levels before anything was learnt: ``exponential`` (as NUQSGD) or ``uniform`` (QSGD).
+        start: levels before anything was learned: ``exponential`` (as NUQSGD) or ``uniform`` (QSGD).
 
     Raises:
         ValueError: an option is out of its range.
@@ -717,7 +717,7 @@ class AMQ(_Learned):
     source as :class:`ALQ` (section 3.4 there); without 0 an entropy code gains less.
 
     Args:
-        bits: 1 to 8 bits a value.
+        bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``huffman`` or ``fixed``.
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about

@@ -1,4 +1,4 @@
-"""Random-k: all ranks send the same random elements, so that only values travel, and can be summed."""
+"""Random-k: all ranks send the same random elements, so that values alone are sent, and summed."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class RandomK(LinearCompressor, MultiLevel):
-    """``density * numel`` elements at random, the same on all ranks; nothing but values travels.
+    """``density * numel`` elements at random, the same on all ranks; nothing but values is sent.
 
     Each step draws a new set, of which all ranks know the key (seed, step, layer). All elements are
-    equally likely; in layers of 131,072 elements and more, neighbours are drawn together, up to 64
+    equally likely; in layers of 131,072 elements and more, neighbors are drawn together, up to 64
     (:func:`hvd_adaptive.kernels.orders.run_length`), because memory is slow where it is read at random.
     Biased, and used with error feedback; ``unbiased=true`` scales the values by ``1 / density``
     instead, and needs no feedback. Contraction: ``E |x - C(x)|^2 = (1 - density) |x|^2``. Cost: one
     read of the tensor, and some nanoseconds an element sent. Wire: one value an element, summed by
     allreduce, so that traffic does not grow with the number of ranks. Source: Stich, Cordonnier and
-    Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), definition 2.1; neighbours: the random
+    Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), definition 2.1; neighbors: the random
     block of Vogels et al., "PowerSGD" (NeurIPS 2019); unbiased: Wangni et al. (NeurIPS 2018).
 
     Args:
@@ -184,7 +184,7 @@ class RandomK(LinearCompressor, MultiLevel):
         )
 
     def _take_(self, x: Tensor, level: Level, key: int, ranks: int = 1) -> Tensor:
-        """Values as they travel, which are taken out of ``x``, all of which is finite."""
+        """Values as they are sent, which are taken out of ``x``, all of which is finite."""
         count = wire_sparse.count_of(x.numel(), level)
         values = for_device(x.device).subset.take_(x, count, key)
         if not self.unbiased and values.dtype == self.wire_dtype:
@@ -195,7 +195,7 @@ class RandomK(LinearCompressor, MultiLevel):
         return sent
 
     def _rounded(self, values: Tensor, ranks: int = 1) -> Tensor:
-        """In the type that travels; what is too large for a sum over the ranks saturates."""
+        """In the dtype on the wire; what is too large for a sum over the ranks saturates."""
         limit = torch.finfo(self.wire_dtype).max / ranks
         return values.clamp(-limit, limit).to(self.wire_dtype)
 

@@ -47,8 +47,8 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     """What the compressors that send a few elements share: all but the rule and what a level means.
 
     Biased: use them with error feedback. Cost: one pass over the tensor and no sort. Wire: gaps
-    in the shorter of two codes (8.1 bits an element at density 1 % where elements are scattered, 4 to 7
-    where they crowd) and values of ``values`` bits; the rounding error of the values stays in the
+    in the shorter of two codes (8.1 bits per element at density 1 % where elements are scattered, 4 to
+    7 where they crowd) and values of ``values`` bits; the rounding error of the values stays in the
     remainder. Zeros are never sent.
     """
 
@@ -62,7 +62,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     @property
     @final
     def format(self) -> ValueFormat:
-        """How values travel."""
+        """How values are sent."""
         return ValueFormat[self.values]
 
     @abstractmethod
@@ -137,7 +137,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
 
         Args:
             body: uint8, 1-D: of one bucket, without a header.
-            outs: float32, contiguous, one a layer.
+            outs: float32, contiguous, one per layer.
 
         Raises:
             WireError: as from :meth:`decompress_layers_add_`.
@@ -154,7 +154,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
             body: uint8, 1-D: of one bucket, without a header.
             x: float32, 1-D: the remainder that was left; what is dropped now is added to it.
             offsets: ``int64[L + 1]``, those of the compression.
-            levels: one a layer, of the whole layer.
+            levels: one per layer, of the whole layer.
             reserve: bytes to leave free at the front of the result.
 
         Returns:
@@ -204,7 +204,7 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
     def size_varies(self) -> bool:
         """True if the rule takes as many elements as the data have it take, or values are signs.
 
-        Beside a value of one bit, what a bound on the positions for any data adds is not small.
+        Next to a value of one bit, what a bound on the positions for any data adds is not small.
         """
         return self._count_varies or self.format is ValueFormat.sign
 
@@ -309,7 +309,7 @@ class TopK(DensityCompressor):
     """The ``density * numel`` elements of largest magnitude; ties go to the lowest index.
 
     Biased: use it with error feedback. Cost: one pass over the tensor and no sort (two copies of the
-    tensor at density 1 %). Wire: gaps in the shorter of two codes (8.1 bits an element at density 1 %
+    tensor at density 1 %). Wire: gaps in the shorter of two codes (8.1 bits per element at density 1 %
     where elements are scattered, 4 to 7 where they crowd) and values of ``values`` bits; the rounding
     error of the values stays in the remainder. Zeros are never sent. Source: Aji and Heafield, "Sparse
     Communication for Distributed Gradient Descent" (EMNLP 2017), with exact selection.
@@ -349,7 +349,7 @@ class GlobalTopK(DensityCompressor):
     Biased: use it with error feedback. Cost: two passes over the model. Wire: as :class:`TopK`, for
     the model as one vector, which has at most 2^31 - 1 elements. Source: the same selection as top-k;
     Sahu et al., "Rethinking gradient sparsification as total error minimization" (NeurIPS 2021),
-    section 5, compares it with one threshold a layer.
+    section 5, compares it with one threshold per layer.
 
     Args:
         density: share of the model's elements to send, in (0, 1].
@@ -384,7 +384,7 @@ class DGC(DensityCompressor):
     The sample is one group of 16 elements in 13, from 2^21 elements on one in 61; a layer of up to
     65,536 elements is its own sample. The threshold aims a little low: of too many elements the largest
     are selected. Where too few reach it, these are sent if they are 0.7 times the wanted number, which
-    saves selecting anew. This is the selection; momentum correction, gradient clipping and factor
+    saves selecting again. This is the selection; momentum correction, gradient clipping and factor
     masking are feedback rules.
 
     Biased: use it with momentum correction or error feedback. Cost: one pass over the tensor, a little

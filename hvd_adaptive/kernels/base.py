@@ -195,7 +195,7 @@ class SparseKernels(Protocol):
 
         Raises:
             WireError: the body is damaged or does not belong to these layers; those before the damaged
-                one have been shrunk already.
+                one have been recompressed already.
             ValueError: the arguments do not fit together.
         """
 
@@ -317,7 +317,7 @@ class QuantizedKernels(Protocol):
 
         Returns:
             ``(data, stats)``: uint8, 1-D, on the device of ``x``: ``reserve`` bytes and the layers as
-            :mod:`hvd_adaptive.wire.quantized` describes them, without books; and ``float64[L, 3]``:
+            :mod:`hvd_adaptive.wire.quantized` describes them, without codebooks; and ``float64[L, 3]``:
             energy (squared L2 norm) of ``x + grad``, energy of what was sent, and 1 where the layer was
             not finite (the others are then 0).
 
@@ -404,7 +404,8 @@ class EntropyKernels(Protocol):
     ) -> tuple[Tensor, dict[int, bytes]]:
         """Huffman-code the layers for which that takes fewer bytes.
 
-        Never larger than ``body``, the books included. Cost: some five copies of the tensor. Lossless.
+        Never larger than ``body``, the codebooks included. Cost: some five copies of the tensor.
+        Lossless.
 
         Args:
             body: uint8, 1-D, on the CPU: quantized layers, without their reserve.
@@ -439,10 +440,10 @@ class EntropyKernels(Protocol):
             WireError: a layer is cut short, has no code, or its stream is damaged.
         """
 
-    def read_books(
+    def read_codebooks(
         self, data: npt.NDArray[np.uint8], rule: QuantizationRule
     ) -> tuple[Tables, dict[int, Code], int]:
-        """The books at the front of a body.
+        """The codebooks at the front of a body.
 
         Args:
             data: the body.
@@ -453,7 +454,7 @@ class EntropyKernels(Protocol):
             at which the layers begin.
 
         Raises:
-            WireError: the books are damaged, or of another rule.
+            WireError: the codebooks are damaged, or of another rule.
         """
 
     def expected_bytes(self, counts: npt.NDArray[np.float64], numel: int) -> int:

@@ -175,7 +175,8 @@ class HuffmanCoder:
     ) -> tuple[Tensor, dict[int, bytes]]:
         """Huffman-code the layers for which that takes fewer bytes.
 
-        Never larger than ``body``, the books included. Cost: some five copies of the tensor. Lossless.
+        Never larger than ``body``, the codebooks included. Cost: some five copies of the tensor.
+        Lossless.
 
         Args:
             body: uint8, 1-D, on the CPU: quantized layers, without their reserve.
@@ -251,10 +252,10 @@ class HuffmanCoder:
             raise damaged(Damage.trailing, len(numels) - 1, 0, position, data.size)
         return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.uint8)]))
 
-    def read_books(
+    def read_codebooks(
         self, data: npt.NDArray[np.uint8], rule: QuantizationRule
     ) -> tuple[Tables, dict[int, Code], int]:
-        """The books at the front of a body.
+        """The codebooks at the front of a body.
 
         Args:
             data: the body.
@@ -265,7 +266,7 @@ class HuffmanCoder:
             at which the layers begin.
 
         Raises:
-            WireError: the books are damaged, or of another rule.
+            WireError: the codebooks are damaged, or of another rule.
         """
         found: dict[int, Float32s] = {}
         codes: dict[int, Code] = {}
@@ -275,7 +276,7 @@ class HuffmanCoder:
             bits, table, coded = head & 15, bool(head & WITH_TABLE), bool(head & WITH_HUFFMAN)
             known = 1 <= bits <= MAX_BITS and (rule.carried or bool(rule.tables.alphabets[bits]))
             if not known or bits <= last or table != rule.carried or head >> 6 or not (table or coded):
-                raise damaged(Damage.books, -1, 0, min(position, data.size), data.size)
+                raise damaged(Damage.codebooks, -1, 0, min(position, data.size), data.size)
             position, last = position + 1, bits
             alphabet = int(rule.tables.alphabets[bits])
             if table:
@@ -291,7 +292,7 @@ class HuffmanCoder:
                 codes[bits] = read[0]
                 position += read[1]
         if not data.size:
-            raise damaged(Damage.books, -1, 0, 0, 0)
+            raise damaged(Damage.codebooks, -1, 0, 0, 0)
         return Tables(found) if rule.carried else rule.tables, codes, position
 
     def expected_bytes(self, counts: npt.NDArray[np.float64], numel: int) -> int:

@@ -59,7 +59,7 @@ def expected_from_weights(
     used = np.flatnonzero(weights)
     low, high, weight = EDGES[used], EDGES[used + 1], weights[used]
     levels = signed.astype(np.float64)
-    # Pieces: the bins, cut at the levels. A piece lies between two neighbouring levels.
+    # Pieces: the bins, cut at the levels. A piece lies between two neighboring levels.
     cuts = np.searchsorted(high, levels[(levels > 0) & (levels < 1)])
     inside = levels[(levels > 0) & (levels < 1)]
     valid = cuts < used.size

@@ -1,15 +1,15 @@
-"""How quantized layers travel: norms, codes at their true width, and the tables that decode them.
+"""How quantized layers are sent: norms, codes at their true width, and the tables that decode them.
 
 Everything is little endian. A **body** is::
 
-    u8      number of books, rising by their bits
-    a book, for each number of bits whose codes need one:
+    u8      number of codebooks, rising by their bits
+    a codebook, for each number of bits whose codes need one:
       u8    bits | 0x10 with a table | 0x20 with a Huffman code
       f32   2^(bits - 1) magnitudes, if with a table
       ...   the Huffman code, if with one (see hvd_adaptive.kernels.huffman)
     the layers:
       u8    bits | 0x40 Huffman-coded; or 0x80 alone: the layer held a NaN or an Inf
-      f32   norms, one a block (two for the rule ``sides``)
+      f32   norms, one per block (two for the rule ``sides``)
       ...   the codes: packed, or u32 bytes of a Huffman stream and the stream
 
 * A layer is cut into blocks of ``block`` elements; the last one is what is left.
@@ -20,7 +20,7 @@ Everything is little endian. A **body** is::
 * Codes are packed from the least significant bit up, ``bits`` bits each. Three levels are packed five
   to a byte in base 3, the first code the lowest digit: 1.6 bits each. What is left of the last byte
   is 0.
-* The number of bits is part of the layer, and tables that were learnt are part of the body, because
+* The number of bits is part of the layer, and tables that were learned are part of the body, because
   ranks may choose by themselves: decoding needs no key and no state.
 """
 
@@ -79,7 +79,7 @@ class Rounding(enum.IntEnum):
     powers = 1
     """Negative powers of two, with a zero (but for 1 bit)."""
     table = 2
-    """Anywhere: the tables travel in the body."""
+    """Anywhere: the tables are sent in the body."""
     sign = 3
     """The sign alone, which is not random."""
 
@@ -111,12 +111,12 @@ class QuantizationRule:
 
     @property
     def carried(self) -> bool:
-        """Whether the tables travel in the body."""
+        """Whether the tables are sent in the body."""
         return self.rounding is Rounding.table
 
     @property
     def tables(self) -> Tables:
-        """The levels that need not travel; none where they do."""
+        """The levels that need not be sent; none where they are."""
         return _fixed_tables(self.rounding)
 
     def norm_bytes(self, numel: int) -> int:
@@ -233,7 +233,7 @@ class Damage(enum.IntEnum):
     code = 4
     padding = 5
     trailing = 6
-    books = 7
+    codebooks = 7
     table = 8
     huffman = 9
     stream = 10
@@ -247,12 +247,12 @@ class Damage(enum.IntEnum):
 _DAMAGE_TEXT = {
     Damage.none: "nothing is wrong",
     Damage.truncated: "the bytes end before the layer does",
-    Damage.header: "a layer has an impossible header, or codes without their book",
+    Damage.header: "a layer has an impossible header, or codes without their codebook",
     Damage.norm: "a norm is negative, NaN or Inf",
     Damage.code: "a code stands for no level",
     Damage.padding: "the bits after the last code are not zero",
     Damage.trailing: "bytes are left over after the last layer",
-    Damage.books: "the books are cut short, out of order, or of an impossible kind",
+    Damage.codebooks: "the codebooks are cut short, out of order, or of an impossible kind",
     Damage.table: "the levels do not rise from 0 or more to 1",
     Damage.huffman: "the lengths of a Huffman code are cut short or fit no code",
     Damage.stream: "a Huffman stream holds no code, or is not as long as its length says",
@@ -264,7 +264,7 @@ def damaged(damage: int, layer: int, numel: int, position: int, size: int) -> Wi
 
     Args:
         damage: a :class:`Damage`.
-        layer: index of the layer; -1 for the books before the first.
+        layer: index of the layer; -1 for the codebooks before the first.
         numel: its number of elements.
         position: byte of the body.
         size: bytes of the body.
@@ -279,11 +279,11 @@ def damaged(damage: int, layer: int, numel: int, position: int, size: int) -> Wi
     )
 
 
-# --- books ---------------------------------------------------------------------------------------
+# --- codebooks ---------------------------------------------------------------------------------------
 
 
 @dataclass
-class Book:
+class Codebook:
     """What decoding the codes of one number of bits takes.
 
     Args:
@@ -297,25 +297,26 @@ class Book:
     huffman: bytes | None = None
 
 
-def book_bytes(bits: int) -> int:
-    """Bytes of a book that holds a table."""
+def codebook_bytes(bits: int) -> int:
+    """Bytes of a codebook that holds a table."""
     return 1 + 4 * (1 << (bits - 1))
 
 
-def write_books(books: list[Book]) -> bytes:
+def write_codebooks(codebooks: list[Codebook]) -> bytes:
     """The front of a body.
 
     Example:
-        >>> write_books([Book(2, np.array([0, 1], np.float32))]).hex()
+        >>> write_codebooks([Codebook(2, np.array([0, 1], np.float32))]).hex()
         '0112000000000000803f'
     """
-    parts = [struct.pack("<B", len(books))]
-    for book in books:
-        flags = WITH_TABLE * (book.magnitudes is not None) | WITH_HUFFMAN * (book.huffman is not None)
-        parts.append(struct.pack("<B", book.bits | flags))
-        if book.magnitudes is not None:
-            parts.append(book.magnitudes.astype("<f4").tobytes())
-        parts.append(book.huffman or b"")
+    parts = [struct.pack("<B", len(codebooks))]
+    for codebook in codebooks:
+        table, coded = codebook.magnitudes is not None, codebook.huffman is not None
+        flags = WITH_TABLE * table | WITH_HUFFMAN * coded
+        parts.append(struct.pack("<B", codebook.bits | flags))
+        if codebook.magnitudes is not None:
+            parts.append(codebook.magnitudes.astype("<f4").tobytes())
+        parts.append(codebook.huffman or b"")
     return b"".join(parts)
 
 
@@ -323,6 +324,6 @@ def read_magnitudes(data: npt.NDArray[np.uint8], bits: int) -> Float32s | Damage
     """The magnitudes at the front of ``data``, or what is wrong with them."""
     raw = data[: 4 * (1 << (bits - 1))].tobytes()
     if len(raw) < 4 * (1 << (bits - 1)):
-        return Damage.books
+        return Damage.codebooks
     found = np.frombuffer(raw, "<f4").astype(np.float32)
     return found if valid_magnitudes(bits, found) else Damage.table

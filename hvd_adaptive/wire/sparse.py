@@ -46,7 +46,7 @@ MAX_NUMEL = 2**31 - 1
 
 
 class ValueFormat(enum.IntEnum):
-    """How the values of a sparse layer travel; the number is the code on the wire."""
+    """How the values of a sparse layer are sent; the number is the code on the wire."""
 
     fp32 = 0
     fp16 = 1
@@ -145,7 +145,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     Args:
         numel: elements of the layer.
         count: values sent, at most ``numel`` of them.
-        values: how they travel.
+        values: how they are sent.
 
     Example:
         >>> max_sparse_bytes(1_000_000, 10_000, ValueFormat.int8) * 8 / 10_000  # bits a value
@@ -167,7 +167,7 @@ def sparse_bytes(count: int, index_bits: int, values: ValueFormat) -> int:
     Args:
         count: values sent.
         index_bits: of the stream, its codes included.
-        values: how they travel.
+        values: how they are sent.
 
     Example:
         >>> sparse_bytes(3, 17, ValueFormat.fp32), sparse_bytes(0, 0, ValueFormat.fp32)

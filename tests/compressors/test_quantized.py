@@ -178,7 +178,7 @@ def test_layers_in_one_call_equal_one_call_each(member: Quantizer) -> None:
     body, stats = member.compress_layers_(
         LayerBatch(x, offsets_of(parts), [member.level] * 6, keys=keys)
     )
-    front = 1 + (wire_quantized.book_bytes(int(member.level)) if member.rule.carried else 0)
+    front = 1 + (wire_quantized.codebook_bytes(int(member.level)) if member.rule.carried else 0)
     together = body[front:].tolist()
     for part, key, energy in zip(parts, keys.tolist(), stats.energy, strict=True):
         one = member.compress_(torch.from_numpy(part.copy()), member.level, LayerContext(key=key)).data[
@@ -398,7 +398,7 @@ DAMAGED = {
         b"\x00" + layer_of(7, 1, b"\x00" * 8 + b"\x80"),
     ],
     "bytes are left over": [b"\x00" + layer_of(4, 1, b"\x00" * 6)],
-    "the books are cut short": [
+    "the codebooks are cut short": [
         b"",
         b"\x01",
         b"\x01\x29\x01\x01",

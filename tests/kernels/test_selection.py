@@ -148,7 +148,7 @@ def test_dgc_sends_hardly_less_than_was_asked_for_where_the_sample_is_good() -> 
 
 
 @pytest.mark.parametrize(("reaching", "sent"), [(7500, 7500), (6500, 10_000), (15_000, 10_000)])
-def test_dgc_selects_anew_where_the_sample_misled_it_too_far(reaching: int, sent: int) -> None:
+def test_dgc_selects_again_where_the_sample_misled_it_too_far(reaching: int, sent: int) -> None:
     numel, k = 1_000_000, 10_000
     sampled = np.arange(numel) % (13 * 16) < 16
     x = np.linspace(1, 2, numel, dtype=np.float32)
@@ -284,7 +284,7 @@ def test_more_elements_than_indices_can_count_are_refused(kernels: ModuleType) -
     st.booleans(),
     st.integers(0, 20),
 )
-def test_what_shrinking_drops_goes_back_and_both_modules_agree(
+def test_what_recompressing_drops_goes_back_and_both_modules_agree(
     kinds: list[tuple[str, int, int]],
     share: float,
     less: float,
@@ -335,7 +335,7 @@ def test_what_shrinking_drops_goes_back_and_both_modules_agree(
 
 @MODULES
 @RULES
-def test_shrinking_selects_as_from_a_layer_of_the_values(
+def test_recompressing_selects_as_from_a_layer_of_the_values(
     kernels: ModuleType, rule: SelectionRule
 ) -> None:
     x = numbers("normal", 200_000, 26)

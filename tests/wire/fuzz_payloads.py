@@ -419,8 +419,8 @@ def clear(subject: Subject, body: Tensor, where: Place) -> Result:
     return found, outs
 
 
-def shrink(subject: Subject, body: Tensor, where: Place) -> Result:
-    """shrink_layers_, or shrink_ of a lone layer: what is sent and what stays are what they were."""
+def recompress(subject: Subject, body: Tensor, where: Place) -> Result:
+    """recompress_layers_, or recompress_ of one layer: sent and left make what they made before."""
     member, total = subject.compressor, sum(subject.sizes)
     x, level = where(0, total, 0.0), member.level * (2 if member.name == "threshold" else 0.3)
     try:
@@ -486,7 +486,7 @@ def operations(subject: Subject) -> list[Callable[[Subject, Tensor, Place], Resu
     if len(subject.sizes) == 1:
         found.append(add_one)
     if isinstance(subject.compressor, SparseCompressor):
-        found += [clear, shrink]
+        found += [clear, recompress]
     return found
 
 

@@ -225,5 +225,5 @@ class _Tools:
 
 _coder = HuffmanCoder(_Tools())
 encode, decode = _coder.encode, _coder.decode
-read_books, expected_bytes = _coder.read_books, _coder.expected_bytes
+read_codebooks, expected_bytes = _coder.read_codebooks, _coder.expected_bytes
 code_of, code_to_bytes, read_code = _coder.code_of, _coder.code_to_bytes, _coder.read_code

@@ -92,7 +92,7 @@ def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor
 
     Number ``i`` is a hash of ``i`` and ``key``: the 32-bit mixer "lowbias32" (Wellons, "Prospecting
     for Hash Functions", 2018), with the lower half of the mixed key before it and the upper half
-    inside. Without :func:`hvd_adaptive.rng.mix`, keys of neighbouring upper halves would be related.
+    inside. Without :func:`hvd_adaptive.rng.mix`, keys of neighboring upper halves would be related.
 
     Args:
         numel: how many, from the first on.
