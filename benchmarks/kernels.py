@@ -431,7 +431,7 @@ def missed_of_rules(
 def measure(quick: bool) -> dict[str, Any]:
     """All tables; each is printed when it is there."""
     torch.set_num_threads(1)
-    precompile.warm()
+    precompile.precompile()
     numel, layers, repeats = (300_000, 20, 2) if quick else (25_000_000, 300, 7)
 
     large = {}

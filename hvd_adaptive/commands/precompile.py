@@ -16,11 +16,11 @@ from hvd_adaptive.kernels import cpu
 from hvd_adaptive.planning import knapsack
 
 _OPTIONS = ("alq:coding=huffman", "redsync:values=sign")
-"""Beside every member as it is: what takes other ways through the kernels."""
+"""In addition to every member as it is: options that take other paths through the kernels."""
 
 
-def warm() -> float:
-    """Let every compressor do what it can on a few elements; returns the seconds that took."""
+def precompile() -> float:
+    """Run every kernel on a few elements; returns the seconds that took."""
     start = time.perf_counter()
     for name in (*compressors.REGISTRY, *_OPTIONS):
         _use(compressors.parse(name))
@@ -31,7 +31,7 @@ def warm() -> float:
 
 
 def _use(compressor: Compressor) -> None:
-    """Compress, shrink, decompress, measure."""
+    """Compress, recompress, decompress, measure."""
     x = torch.linspace(-1, 1, 64)
     state = compressor.new_state()
     if isinstance(state, Learner):
@@ -49,4 +49,4 @@ def _use(compressor: Compressor) -> None:
 
 
 if __name__ == "__main__":
-    print(f"hvd_adaptive kernels ready after {warm():.1f} s")
+    print(f"hvd_adaptive kernels ready after {precompile():.1f} s")
