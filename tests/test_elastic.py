@@ -29,8 +29,13 @@ pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-SECONDS = 120
-"""For each turn of the story, on a busy machine."""
+SECONDS = 180
+"""For each turn of the story, on a busy machine.
+
+Where a rank is killed, those beside it learn so at once and leave the ring. Another one may then wait
+for one that has left, whose process lives: until Gloo's timeout of 30 s, which is Horovod's default. A
+shorter one would end all ranks where one that joins is slow to start.
+"""
 STEPS = 8
 """That all ranks must make before the next turn."""
 EXACTLY = 1e-5
@@ -93,7 +98,22 @@ class Launch:
             if done(ranks):
                 return ranks
             time.sleep(0.25)
-        pytest.fail(f"never reached: {what}; the ranks are at {self.ranks()}\n{self.output}")
+        ranks, stacks = self.ranks(), self.stacks()
+        pytest.fail(f"never reached: {what}; the ranks are at {ranks}\n{stacks}\n{self.output}")
+
+    def stacks(self) -> str:
+        """Where each rank is, which tells a rank that waits in Horovod from one that waits in ours."""
+        spy = Path(sys.executable).with_name("py-spy")
+        if not spy.exists():
+            return "py-spy is not installed"
+        dumps = [
+            subprocess.run(
+                [spy, "dump", "--pid", str(process)], capture_output=True, text=True, timeout=30,
+                check=False,
+            )
+            for process in self.ranks()
+        ]  # fmt: skip
+        return "\n".join(dump.stdout + dump.stderr for dump in dumps)
 
     def train(self, size: int) -> Ranks:
         """Until so many ranks have trained together for a while, all optimizers included.
