@@ -15,7 +15,7 @@
 #     HVA_DATA   the folder for the data sets (default: data/ in this repository)
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 data_dir=${HVA_DATA:-$root/data}
 fashion_files=({train,t10k}-{images-idx3,labels-idx1}-ubyte.gz)

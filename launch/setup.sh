@@ -21,7 +21,7 @@
 #     HOROVOD_*    passed to Horovod's build, e.g. HOROVOD_GPU_OPERATIONS=NCCL
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 # The one place where versions are pinned.
 torch_requirement=${HVA_TORCH:-torch==2.13.0}
@@ -88,7 +88,7 @@ require_own_environment() {
 # Changes whenever the environment has to be looked at again.
 environment_key() {
     {
-        cat "$root"/launch/{setup.sh,common.sh,check.py} "$root"/{setup.cfg,pyproject.toml}
+        cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml}
         say "$root" "$torch_requirement"
         python_versions
         other_clone
@@ -347,7 +347,7 @@ check_ranks() {
     cd /
     # The two may have to share one core.
     OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PATH=$env_dir/bin:$PATH \
-        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/check.py" 9>&- | tee "$1"
+        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/lib/check.py" 9>&- | tee "$1"
 }
 
 show_result() {

@@ -7,7 +7,6 @@ import importlib
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,7 +33,7 @@ from hvd_adaptive.planning.budgets import Bandwidth, Budget, Static
 from hvd_adaptive.planning.knapsack import Infeasible
 from hvd_adaptive.planning.recipes import Pricing, format_recipe
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
 FACTORS = np.array([10.0, 20, 40, 80, 160, 320, 640, 1000])
 LAYERS = 6
 SPECS = {name: name + (":seconds=0.5,warmup=2" if "kimad" in name else "") for name in REGISTRY}
@@ -416,11 +415,11 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 
 def test_the_benchmark_runs_quickly() -> None:
     run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "planner.py"), "--quick"],
+        [sys.executable, "-m", "benchmarks.micro.planner", "--quick"],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+        cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr
     assert "min_cost" in run.stdout

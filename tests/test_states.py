@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from damage import damaged
 from hvd_adaptive import merge_compression_states
 from hvd_adaptive.adaptation.candidates import candidates_of
 from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state
@@ -21,6 +20,7 @@ from hvd_adaptive.compressors import format_spec, parse
 from hvd_adaptive.engine.routing import CompressionConfig
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import parse as parse_recipe
+from tests.damage import damaged
 
 SPECS = {
     "residual": ("topk:density=0.01,values=bf16", "ef"),

@@ -5,7 +5,7 @@
 # the folder, what is said and checked before the start, signals, the run, its end.
 
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../lib/common.sh"
 program=${SLURM_JOB_NAME:-$program}
 # Whatever fails without a message of its own still says where.
 set -E
@@ -255,7 +255,7 @@ check_ranks() {
     [[ ${HVA_CHECK:-yes} == yes ]] && ((ranks > 1)) || return 0
     local output status=0
     # horovodrun puts the rank before each line.
-    output=$(timeout "${HVA_CHECK_SECONDS:-300}" "${launcher[@]}" "${rank_python[@]}" "$root/launch/check.py" 2>&1 |
+    output=$(timeout "${HVA_CHECK_SECONDS:-300}" "${launcher[@]}" "${rank_python[@]}" "$root/launch/lib/check.py" 2>&1 |
         sed 's/^\[[0-9,]*\]<std...>://') || status=$?
     say "$output"
     if ((status == 0)) && grep -q "ranks tried .* $ranks," <<<"$output"; then return; fi

@@ -18,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from workloads import (
+
+import hvd_adaptive as hva
+from tests.distributed.workloads import (
     ByHand,
     Model,
     Wrap,
@@ -36,8 +38,6 @@ from workloads import (
     stock,
     train,
 )
-
-import hvd_adaptive as hva
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": sgd,

@@ -18,7 +18,6 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
 from hvd_adaptive.adaptation import controller
@@ -26,6 +25,7 @@ from hvd_adaptive.adaptation.controller import LAG
 from hvd_adaptive.planning import Measurement, Planner, Recipe, Table
 from hvd_adaptive.planning.allocators import Limits, MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
+from tests.distributed.workloads import make_model, ours, set_gradients
 
 
 @dataclass(frozen=True)

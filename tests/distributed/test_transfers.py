@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from workloads import make_model, ours
 
 from hvd_adaptive.adaptation.controller import _own_times, _with_times
 from hvd_adaptive.engine.exchange import CollectiveTiming
 from hvd_adaptive.planning import Planner, StepMeasurements
+from tests.distributed.workloads import make_model, ours
 
 STEPS = 12
 LATE = 0.3

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import ACTIVE, Job, Lab, LabError, wait_until
+from tests.slurm.cluster import ACTIVE, Job, Lab, LabError, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch" / "slurm"

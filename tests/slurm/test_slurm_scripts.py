@@ -140,8 +140,8 @@ def test_a_log_without_a_table_has_no_figures(collect: ModuleType) -> None:
 def test_every_figure_of_the_table_that_training_prints_is_read(
     collect: ModuleType, is_text: bool
 ) -> None:
-    from display import Costs, table
-    from loop import Score
+    from launch.training.display import Costs, table
+    from launch.training.loop import Score
 
     score = Score(0.5, 0.9, 100, is_text=is_text)
     printed = table(Costs(0.1, 0.01, 0.02, 0.03, 100.0, 150.0, 2.0), 1000, 32, 0.4, score)

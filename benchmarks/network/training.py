@@ -1,0 +1,553 @@
+"""Step time and time to accuracy of whole trainings: 4 hosts, links of several rates, every method.
+
+    sudo -E python -m benchmarks.network.training          # hours; tables, results/training.json
+    sudo -E python -m benchmarks.network.training --only model=lstm,rate=200mbit --minutes 5
+    python -m benchmarks.network.training --show           # the tables of what has been measured
+    python -m benchmarks.network.training --check          # and exit code 1 if a target is missed
+    sudo -E python -m benchmarks.network.training --quick  # seconds; a smoke run that writes no file
+
+There are two kinds of cells. Each is stored as soon as it is measured, and not measured again. It says
+on which machine; steps of two machines are not compared.
+
+*steps* trains for some dozens of steps on 4 hosts (launch/netlab.sh) and takes the median step after
+the first ones; of quick steps the least of two launches or more. The method ``alone`` is 4 runs of one
+rank that exchange nothing, at the same time on the same 4 hosts: what a step costs when communication
+and compression cost nothing. Stock Horovod and ``none`` use Open MPI's ring allreduce, which is made
+for large tensors; ``-default`` is what Open MPI chooses by itself.
+
+*courses* train on 4 ranks for as many steps with each method and evaluate every so often, from 3 seeds.
+What they reach after so many steps does not depend on the network, so they are run once, without one
+(shared memory), and
+
+    seconds to target = steps to target x median step at that rate
+
+where the steps of the dense warm-up that a method may begin with cost what those of ``none`` cost.
+A planner's steps count as those that it settles at. GraVAC's never settle: its mean payload in the
+course counts, between the steps of ``topk`` and of ``none``.
+Dense gradients learn as those of stock fp32, also in fp16, and have no courses of their own. The
+target is what stock fp32 ends with, less half a point of accuracy or plus 1 % of perplexity, and it is
+the mean over the seeds that has to reach it. Kimad's course does depend on the rate: it is run on the
+slow network, and its own clock counts. How many dense steps a method begins with was chosen from
+another seed (``--only seed=7 --out tune.json``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import lab
+from benchmarks.harness.cells import quick_or_check
+from benchmarks.network import training_tables as tables
+from benchmarks.network.training_tables import ALONE, DENSE, FP16, SAME, SIGNS, TOPK
+from benchmarks.report import report
+
+HOSTS = 4
+UNSHAPED = "unshaped"
+# The first is that of the bars.
+RATES = {"200mbit": "200mbit", "100mbit": "100mbit", "1gbit": "1gbit", UNSHAPED: lab.UNSHAPED}
+SLOW = ("100mbit", "200mbit")
+SEEDS = (0, 1, 2)
+TUNE_SEED = 7
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Args:
+        preset: of launch/train.py.
+        steps: of a course.
+        eval_every: steps between two evaluations of a course.
+        kimad_seconds: the step time that Kimad is asked to keep.
+        options: of train.py, in courses.
+        launches: in which quick steps are measured, at least; of their medians the least counts,
+            because the machine is slower for a while at times.
+        slow_at: rates at which a step with dense gradients takes seconds.
+    """
+
+    preset: str
+    steps: int
+    eval_every: int
+    kimad_seconds: float
+    options: tuple[str, ...] = ()
+    launches: int = 2
+    slow_at: tuple[str, ...] = ()
+
+
+MODELS = {
+    # At the preset's rate of 10 dense training, too, gets stuck from some seeds.
+    "lstm": Model("lstm-sotu", 300, 20, 0.4, ("--eval-examples", "400", "--lr", "5"), slow_at=SLOW),
+    "mlp": Model("mlp-fashion", 468, 36, 0.25, slow_at=SLOW),
+    # Without clipping, where dense training ends depends on chance: of seeds 5, 7, 11 and 12 (none of
+    # which is reported) 78.2, 81.8, 84.6 and 80.0 %; the last three with clipping 85.2, 85.2, 85.6 %.
+    "resnet": Model("resnet-fashion", 468, 52, 0.15, ("--clip", "1")),
+    "transformer": Model("transformer-sotu", 300, 20, 0.25, ("--eval-examples", "400")),
+    "digits": Model("mlp-digits", 40, 8, 0.1, launches=1),
+}
+"""The last is for --quick only."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients travel.
+
+    Args:
+        options: of train.py.
+        warmup: share of a course's steps that are dense, at its start.
+        settle: steps until it goes on as it then stays; those are not counted in step times.
+        heavy: the models with which it sends dense gradients, so that few steps take long on a slow
+            network.
+        environment: of the ranks.
+        models: that it is run on.
+    """
+
+    options: tuple[str, ...]
+    warmup: float = 0.0
+    settle: int = 8
+    heavy: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=lambda: lab.RING)
+    models: tuple[str, ...] = tuple(MODELS)
+
+    @property
+    def is_stock(self) -> bool:
+        return "stock" in self.options
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether what is sent depends on the network."""
+        return any("{seconds}" in option for option in self.options)
+
+
+def _stock(compression: str, environment: Mapping[str, str] = lab.RING, **more: Any) -> Method:
+    options = ("--optimizer", "stock", "--compression", compression)
+    return Method(options, settle=3, heavy=tuple(MODELS), environment=environment, **more)
+
+
+def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Method:
+    planned = ("--planner", planner) if planner else ()
+    # It settles when the first plans are in force; courses begin as those of the levels it begins with.
+    usual = {"settle": 65, "warmup": WARMUP} if planner else {}
+    return Method(("--compression", compression, *options, *planned), **{**usual, **more})
+
+
+WARMUP = 0.05
+INT8, ONE_BIT = (f"topk:density=0.01,values={values}" for values in ("int8", "sign"))
+METHODS = {
+    ALONE: Method(("--optimizer", "stock")),
+    FP16: _stock("fp16"),
+    DENSE: _stock("none"),
+    "none": _own("none", settle=3, heavy=tuple(MODELS)),
+    "fp16": _own("fp16", settle=3, heavy=tuple(MODELS)),
+    TOPK: _own(INT8, warmup=WARMUP),
+    SIGNS: _own(ONE_BIT, "--override", f"*bias*={ONE_BIT}", warmup=WARMUP, models=("lstm",)),
+    "powersgd": _own("powersgd:rank=4", warmup=0.02),
+    "qsgd": _own("qsgd:bits=4"),
+    "lgreco": _own(INT8, planner="lgreco:period=50"),
+    "kimad": _own(INT8, planner="kimad:seconds={seconds}"),
+    # 10x keeps too little of the MLP's gradient: from scratch it stays dense.
+    "gravac": _own(INT8, planner="gravac:window=25", heavy=("mlp",)),
+    "accordion": _own(INT8, planner="accordion:period=25"),
+    "kimad+": _own(INT8, planner="kimad+:seconds={seconds},period=10"),
+    "lgreco-time": _own(INT8, planner="lgreco-time:period=50"),
+    "accordion+lgreco": _own(INT8, planner="accordion+lgreco:period=25"),
+    "gravac+lgreco": _own(INT8, planner="gravac+lgreco:window=25", heavy=("mlp",)),
+    "cgx": _own(INT8, planner="cgx:period=50"),
+    "stock-fp32-default": _stock("none", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
+    "stock-fp16-default": _stock("fp16", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
+}
+
+# --- cells --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: ``steps`` has a rate, ``course`` a seed, and a course of Kimad has both."""
+
+    kind: str
+    model: str
+    method: str
+    rate: str = ""
+    seed: str = ""
+
+    @property
+    def key(self) -> str:
+        return "/".join(filter(None, (self.kind, self.model, self.method, self.rate, self.seed)))
+
+    @property
+    def launches(self) -> int:
+        """How often it is measured."""
+        is_quick = self.kind == "steps" and not self.is_slow
+        return MODELS[self.model].launches if is_quick else 1
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step takes seconds, most of them on the network."""
+        heavy = self.model in METHODS[self.method].heavy
+        return heavy and self.rate in MODELS[self.model].slow_at
+
+    @property
+    def warmup(self) -> int:
+        """Dense steps at the start."""
+        steps = MODELS[self.model].steps if self.kind == "course" else 0
+        return round(METHODS[self.method].warmup * steps)
+
+    def arguments(self) -> list[str]:
+        """Of train.py."""
+        model, method = MODELS[self.model], METHODS[self.method]
+        options = [option.format(seconds=model.kimad_seconds) for option in method.options]
+        if not method.is_stock:
+            options += ["--compression-warmup-steps", str(self.warmup)]
+        length = self._course(model) if self.kind == "course" else self._steps(method)
+        return ["--preset", model.preset, *options, *length]
+
+    def _course(self, model: Model) -> list[str]:
+        every = ["--steps", str(model.steps), "--eval-every", str(model.eval_every)]
+        return [*every, *model.options, "--seed", self.seed]
+
+    def _steps(self, method: Method) -> list[str]:
+        # The machine is slower for seconds at times: many quick steps, or few slow ones.
+        counted = 8 if self.is_slow else 48
+        if self.method == ALONE:
+            counted = 112  # of which half counts
+        # Losses are averaged over the ranks at the end only: that is no part of a step.
+        return ["--steps", str(method.settle + counted), "--log-every", "100000",
+                "--eval-examples", "64"]  # fmt: skip
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, the most important first: those that a bar is about, then the models in turn."""
+    barred = ("lstm", "mlp")
+    for model in barred:
+        yield from _step_cells(model, "200mbit", (ALONE, FP16, DENSE, "none", TOPK, "powersgd"))
+    for seed in SEEDS:
+        for model in barred:
+            yield from _course_cells(model, seed, (DENSE, TOPK, "powersgd"))
+    for rate in RATES:
+        for model in MODELS:
+            yield from _step_cells(model, rate, METHODS)
+    for seed in (*SEEDS, TUNE_SEED):
+        for model in MODELS:
+            yield from _course_cells(model, seed, METHODS)
+
+
+def _step_cells(model: str, rate: str, methods: Iterable[str]) -> Iterator[Cell]:
+    for name in methods:
+        if model in METHODS[name].models:
+            # Without exchange, all rates are one.
+            yield Cell("steps", model, name, "" if name == ALONE else rate)
+
+
+def _has_course(name: str) -> bool:
+    """Not where only the way changes that the same gradients travel."""
+    return name not in (ALONE, *SAME) and METHODS[name].environment == lab.RING
+
+
+def _course_cells(model: str, seed: int, methods: Iterable[str]) -> Iterator[Cell]:
+    for name in methods:
+        if _has_course(name) and model in METHODS[name].models:
+            rate = "200mbit" if METHODS[name].follows_rate else ""
+            yield Cell("course", model, name, rate, str(seed))
+
+
+def select(only: str) -> list[Cell]:
+    """The cells that fit, each once.
+
+    Args:
+        only: ``model=lstm,rate=200mbit,method=topk/stock-fp16``; what is only for --quick or for
+            tuning must be named.
+
+    Raises:
+        ValueError: a name or a value that no cell has.
+    """
+    wanted: dict[str, set[str]] = {}
+    for part in filter(None, only.split(",")):
+        name, _, listed = part.partition("=")
+        wanted[name.strip()] = set(listed.strip().split("/"))
+    everything = list(dict.fromkeys(cells()))
+    for name, values in wanted.items():
+        if name not in Cell.__dataclass_fields__:
+            raise ValueError(f"no cell has a {name!r}: write {', '.join(Cell.__dataclass_fields__)}")
+        known = {getattr(cell, name) for cell in everything}
+        if values - known:
+            raise ValueError(
+                f"no {name} {', '.join(sorted(values - known))}: there are {', '.join(sorted(known))}"
+            )
+    wanted.setdefault("model", set(MODELS) - {"digits"})
+    wanted.setdefault("seed", {str(seed) for seed in SEEDS})
+    return [
+        cell
+        for cell in everything
+        # What needs no rate fits every rate.
+        if all(getattr(cell, name) in values | {""} for name, values in wanted.items())
+    ]
+
+
+# --- measuring ----------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Measures cells on a lab that is made when the first of them needs one."""
+
+    def __init__(self, hosts: int = HOSTS) -> None:
+        self._hosts = hosts
+        self._stack = ExitStack()
+        self._lab: lab.Lab | None = None
+        self._rate = ""
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def measure(self, group: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """A cell and what is stored of it, as soon as it is measured; all of them are of one place.
+
+        Steps are measured in several launches, but for slow ones. Every other launch goes backwards:
+        who comes first in a process finds its memory cold.
+        """
+        for number in range(max(cell.launches for cell in group)):
+            again = [cell for cell in group if cell.launches > number]
+            yield from self._launch(again if number % 2 == 0 else again[::-1])
+
+    def _launch(self, group: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        first = group[0]
+        trainings = [cell.arguments() for cell in group]
+        if first.method == ALONE:
+            yield first, _alone(self._hosts_at("200mbit").train_alone(trainings[0]))
+            return
+        if first.rate:
+            hosts = self._hosts_at(RATES[first.rate])
+            found = hosts.train_each(trainings, METHODS[first.method].environment, seconds=600)
+        else:
+            found = lab.train_each_here(self._hosts, trainings, seconds=600)
+        for cell, result in zip(group, found, strict=True):
+            yield cell, _course(cell, result) if cell.kind == "course" else _steps(cell, result)
+
+    def _hosts_at(self, rate: str) -> lab.Lab:
+        if self._lab is None:
+            self._lab = self._stack.enter_context(lab.Lab(self._hosts, rate))
+        elif rate != self._rate:
+            self._lab.set_rate(rate)
+        self._rate = rate
+        return self._lab
+
+
+def _course(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("steps", "train_loss", "held_out", "evaluations")
+    payload = {"payload_bytes": result["costs"]["payload_bytes"]}  # mean, less the first five steps
+    return {"warmup": cell.warmup, **payload} | {name: result[name] for name in kept}
+
+
+def _steps(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
+    settled = result["step_seconds"][METHODS[cell.method].settle :]
+    kept = ("costs", "samples_per_step", "dense_bytes")
+    return _spread(settled) | {name: result[name] for name in kept}
+
+
+def _alone(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The middle half of each run: all the others are training then, too."""
+    middle = [
+        seconds
+        for each in results
+        for seconds in each["step_seconds"][each["steps"] // 4 : each["steps"] * 3 // 4]
+    ]
+    samples = sum(each["samples_per_step"] for each in results)
+    return _spread(middle) | {"samples_per_step": samples, "dense_bytes": results[0]["dense_bytes"]}
+
+
+def _spread(seconds: list[float]) -> dict[str, Any]:
+    ordered = sorted(seconds)
+    return {
+        "median": statistics.median(ordered),
+        "p90": ordered[int(0.9 * (len(ordered) - 1))],
+        "counted": len(ordered),
+    }
+
+
+def setting(cell: Cell) -> list[str]:
+    """What makes two measurements of a cell comparable; what a course learns has no environment."""
+    environment = {**lab.THREADS, **METHODS[cell.method].environment} if cell.rate else {}
+    return [*cell.arguments(), *(f"{name}={value}" for name, value in environment.items())]
+
+
+def missing(chosen: Sequence[Cell], done: Mapping[str, Any]) -> list[Cell]:
+    """Those that have not been measured with these settings, as often as they are to be."""
+    return [cell for cell in chosen if done.get(cell.key, {}).get("setting") != setting(cell)]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The cells that a file holds, without those that were measured with other settings."""
+    found: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
+    settings = {cell.key: setting(cell) for cell in cells()}
+    return {
+        key: figures
+        for key, figures in found.items()
+        if key in settings and figures.get("setting", settings[key]) == settings[key]
+    }
+
+
+def store(done: Mapping[str, Any], path: Path, hosts: int) -> None:
+    """In the order of the tables, whatever was measured first."""
+    places = {name: number for number, name in enumerate([*MODELS, *METHODS])}
+    everything = sorted(
+        set(cells()), key=lambda each: (places[each.model], places[each.method], each.key)
+    )
+    kept = {cell.key: done[cell.key] for cell in everything if cell.key in done}
+    report.write(path.stem, {"hosts": hosts, "cells": kept}, path.parent)
+
+
+def fastest(before: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all launches of a cell that of the least median step; courses have none: the latest counts.
+
+    So it does where the others were on another machine.
+    """
+    if before.get("place") != figures.get("place"):
+        before = {}
+    slower = before.get("median", math.inf) <= figures.get("median", 0.0)
+    kept = before if slower else figures
+    return {**kept, "launches": before.get("launches", 0) + 1}
+
+
+def measure_all(
+    chosen: Sequence[Cell],
+    done: dict[str, Any],
+    out: Path | None,
+    hosts: int,
+    minutes: float,
+    more: bool = False,
+) -> list[Cell]:
+    """Measures one cell after the other and stores each at once.
+
+    Args:
+        chosen: what is measured.
+        done: what is known by key; each new figure is put there.
+        out: the file for all of it.
+        hosts: how many there are to be.
+        minutes: after which no cell is started.
+        more: these are launches beside those known, not in place of them.
+
+    Returns:
+        Those that are left: the time was up, or they failed.
+    """
+    end = time.monotonic() + 60 * minutes
+    known: dict[str, Any] = dict(done) if more else {}
+    place = report.place(report.machine())
+    with Bench(hosts) as bench:
+        for group in groups(chosen):
+            started = time.monotonic()
+            if started > end:
+                break
+            try:
+                for cell, figures in bench.measure(group):
+                    best = fastest(known.get(cell.key, {}), {"place": place, **figures})
+                    if best["launches"] >= cell.launches:
+                        best["setting"] = setting(cell)
+                    known[cell.key] = done[cell.key] = best
+                    if out is not None:
+                        store(done, out, hosts)
+                    took, started = time.monotonic() - started, time.monotonic()
+                    print(f"{cell.key}: {_brief(figures)}  ({took:.0f} s)", flush=True)
+                    if started > end:
+                        break
+            except lab.JobError as error:
+                # The others may still succeed; this one is tried again the next time.
+                print(error, flush=True)
+    return missing(chosen, done)
+
+
+def groups(chosen: Sequence[Cell]) -> list[list[Cell]]:
+    """Neighbours that the same ranks can measure one after the other."""
+    return [list(group) for _, group in itertools.groupby(chosen, key=_place)]
+
+
+def _place(cell: Cell) -> object:
+    if cell.method == ALONE:
+        return cell.key
+    # Courses without a rate run where nothing is sent over a network.
+    return (cell.rate, METHODS[cell.method].environment) if cell.rate else ""
+
+
+def _brief(figures: Mapping[str, Any]) -> str:
+    if "median" in figures:
+        return f"{1e3 * figures['median']:.0f} ms a step"
+    score = figures["held_out"]
+    return ", ".join(f"{name} {value:.4g}" for name, value in score.items() if name != "examples")
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with the chosen cells."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", metavar="NAME=VALUE[/VALUE],...",
+        help="cells to measure; names are kind, model, method, rate, seed")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no cell after so many")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--redo", action="store_true", help="measure anew what the file holds already")
+    again.add_argument("--more", action="store_true",
+        help="more launches beside those known, of the same code: the fastest counts")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="list the cells that would be measured")
+    parser.add_argument("--show", action="store_true", help="measure nothing, print the tables")
+    quick_or_check(
+        parser,
+        "a smoke run with a tiny model on 2 hosts; writes a file only with --out",
+        "as --show; exit with 1 if a bar is missed",
+    )
+    parser.add_argument("--out", type=Path, help="(results/training.json)")
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.only = args.only or f"model=digits,seed=0,rate=200mbit,method={ALONE}/{DENSE}/{TOPK}"
+    else:
+        args.out = args.out or report.RESULTS / "training.json"
+    try:
+        args.cells = select(args.only)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = parse(arguments)
+    done = load(args.out) if args.out else {}
+    todo = args.cells if args.redo or args.more else missing(args.cells, done)
+    if args.list:
+        print(*(cell.key for cell in todo), sep="\n")
+        return 0
+    status = 0
+    if todo and not (args.show or args.check):
+        # As Ctrl-C: hosts are removed, what was measured is shown.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            hosts = 2 if args.quick else HOSTS
+            left = measure_all(todo, done, args.out, hosts, args.minutes, args.more)
+            if left:
+                print(f"{len(left)} cells are left; the same command goes on with them")
+                status = 1
+        except KeyboardInterrupt:
+            print(f"interrupted; {len(done)} cells are stored, the same command goes on with the rest")
+            status = 130
+    print(tables.show(done))
+    if not args.check:
+        return status
+    missed = tables.missed(done)
+    print(*(f"bar missed: {each}" for each in missed), sep="\n")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
