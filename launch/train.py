@@ -11,6 +11,7 @@ What makes it a Horovod script is all in `training/main.py` and `training/loop.p
 
 import signal
 import sys
+import warnings
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # The imports take a second or two. Ctrl-C then ends the process as it would end any other, until
@@ -21,5 +22,7 @@ from training.display import outlive_terminal
 from training.main import main
 
 if __name__ == "__main__":
+    # Of options with old names. Python would hide them: another file gives them.
+    warnings.filterwarnings("default", category=DeprecationWarning, module="training")
     outlive_terminal()
     sys.exit(main())

@@ -115,7 +115,7 @@ def test_the_figures_in_pages_are_those_stored(results_page: ModuleType) -> None
 def test_the_figures_in_prose_hold() -> None:
     from benchmarks.network import training_tables as tables
 
-    cells = importlib.import_module("benchmarks.report.results_sections").load("training")["cells"]
+    cells = importlib.import_module("benchmarks.report.results_markdown").load("training")["cells"]
     performance, planners = (
         (ROOT / "docs" / name).read_text() for name in ("performance.md", "planners.md")
     )

@@ -121,7 +121,7 @@ def work(out: Path, names: list[str], seeds: int, epochs: float) -> None:
 
     torch.set_num_threads(1)
     hvd.init()
-    task = data.load("fashion", None, tokens="word", vocabulary=10, length=1)
+    task = data.load("fashion", data.data_root(None), tokens="word", vocabulary=10, length=1)
     done = hvd.broadcast_object(load(out) if hvd.rank() == 0 else None, root_rank=0, name="done")
     for seed in range(seeds):
         for name in names:
@@ -147,7 +147,7 @@ def tune(spec: str, warmup: int, seeds: int, epochs: float) -> None:
 
     torch.set_num_threads(1)
     hvd.init()
-    task = data.load("fashion", None, tokens="word", vocabulary=10, length=1)
+    task = data.load("fashion", data.data_root(None), tokens="word", vocabulary=10, length=1)
     images = task.train
     assert isinstance(images, data.Images)
     pixels, labels = images.pixels.numpy(), images.labels.numpy()

@@ -50,7 +50,7 @@ def train(preset: Preset, ranks: int, steps: int) -> dict[str, Any]:
         options.compression,
         feedback=options.feedback,
         planner=options.planner,
-        warmup_steps=options.compression_warmup_steps,
+        warmup_steps=options.dense_steps,
         seed=options.seed,
         param_groups=lambda: preset.rule.param_groups,
     )

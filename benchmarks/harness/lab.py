@@ -390,7 +390,7 @@ class Lab:
         Returns:
             What ``--result`` holds, of each host.
         """
-        own = ["--threads", "1", "--optimizer", "stock", *arguments]
+        own = ["--threads", "1", "--distributed", "horovod", *arguments]
         commands = [
             [*NETLAB, "--name", self.name, "exec", f"h{host + 1}", *TRAIN, *own]
             for host in range(self.hosts)

@@ -28,7 +28,7 @@ RANKS = {"a rank a core": CORES, "two ranks a core": 2 * CORES}
 NICENESS = {"hvd.init()": 0, "hva.init()": 10}
 PRESET = ("--preset", "lstm-sotu", "--log-every", "100000", "--eval-examples", "64")
 METHODS = {
-    "stock-fp16": ("--optimizer", "stock", "--compression", "fp16", "--steps", "18"),
+    "stock-fp16": ("--distributed", "horovod", "--compression", "fp16", "--steps", "18"),
     "topk": ("--compression", "topk:density=0.01,values=int8", "--steps", "48"),
 }
 SETTLE = 8

@@ -217,7 +217,7 @@ def run(options: argparse.Namespace, token: str, private: Path) -> Run:
         "--logdir",
         str(private / "logs"),
     ]
-    command += ["--steps", "1000000000", "--warmup-steps", "100", "--lr-schedule", "constant"]
+    command += ["--steps", "1000000000", "--lr-warmup-steps", "100", "--lr-schedule", "constant"]
     (private / "tmp").mkdir()
     settings = {
         "HVA_SOAK": token,

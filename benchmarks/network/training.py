@@ -122,7 +122,7 @@ class Method:
 
     @property
     def is_stock(self) -> bool:
-        return "stock" in self.options
+        return "horovod" in self.options
 
     @property
     def follows_rate(self) -> bool:
@@ -131,7 +131,7 @@ class Method:
 
 
 def _stock(compression: str, environment: Mapping[str, str] = lab.RING, **more: Any) -> Method:
-    options = ("--optimizer", "stock", "--compression", compression)
+    options = ("--distributed", "horovod", "--compression", compression)
     return Method(options, settle=3, heavy=tuple(MODELS), environment=environment, **more)
 
 
@@ -145,7 +145,7 @@ def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Met
 WARMUP = 0.05
 INT8, ONE_BIT = (f"topk:density=0.01,values={values}" for values in ("int8", "sign"))
 METHODS = {
-    ALONE: Method(("--optimizer", "stock")),
+    ALONE: Method(("--distributed", "horovod")),
     FP16: _stock("fp16"),
     DENSE: _stock("none"),
     "none": _own("none", settle=3, heavy=tuple(MODELS)),
@@ -208,7 +208,7 @@ class Cell:
         model, method = MODELS[self.model], METHODS[self.method]
         options = [option.format(seconds=model.kimad_seconds) for option in method.options]
         if not method.is_stock:
-            options += ["--compression-warmup-steps", str(self.warmup)]
+            options += ["--dense-steps", str(self.warmup)]
         length = self._course(model) if self.kind == "course" else self._steps(method)
         return ["--preset", model.preset, *options, *length]
 
@@ -390,7 +390,12 @@ def missing(chosen: Sequence[Cell], done: Mapping[str, Any]) -> list[Cell]:
 
 def load(path: Path) -> dict[str, Any]:
     """The cells that a file holds, without those that were measured with other settings."""
+    from launch.training.options import renamed
+
     found: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
+    for figures in found.values():
+        if "setting" in figures:  # which may be older than the names of train.py's options
+            figures["setting"] = renamed(figures["setting"])[0]
     settings = {cell.key: setting(cell) for cell in cells()}
     return {
         key: figures

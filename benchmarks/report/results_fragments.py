@@ -8,7 +8,8 @@ from typing import Any
 from benchmarks.network import training_tables as tables
 from benchmarks.network.training_tables import ALONE, BARS_RATE, FP16, TOPK
 from benchmarks.report.plots import best
-from benchmarks.report.results_sections import load, loses, span, table
+from benchmarks.report.results_markdown import load, span, table
+from benchmarks.report.results_sections import loses
 
 MODELS = {"lstm": "LSTM", "mlp": "MLP", "resnet": "ResNet", "transformer": "transformer"}
 SPECS = {

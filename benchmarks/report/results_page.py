@@ -12,8 +12,9 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks.report.report import RESULTS
 from benchmarks.report.results_fragments import FRAGMENTS
-from benchmarks.report.results_sections import PARTS, RESULTS
+from benchmarks.report.results_sections import PARTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "RESULTS.md"

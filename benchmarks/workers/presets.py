@@ -29,7 +29,7 @@ class Preset:
         batches: of this rank.
     """
 
-    options: command_line.Options
+    options: command_line.TrainingOptions
     model: nn.Module
     rule: torch.optim.Optimizer
     task: data.Task

@@ -24,7 +24,7 @@ from launch.training import options as command_line
 from launch.training.agreement import EXIT_CODES, StopVote
 from launch.training.checkpoint import Position
 from launch.training.loop import train_step
-from launch.training.options import Options
+from launch.training.options import TrainingOptions
 
 
 class Switches:
@@ -58,7 +58,7 @@ def tell(record: dict[str, Any]) -> None:
         print(json.dumps(record), flush=True)
 
 
-def soak(options: Options, seconds: float, every: int) -> int:
+def soak(options: TrainingOptions, seconds: float, every: int) -> int:
     """Train until the first comparison after so long; returns the exit status."""
     vote = StopVote()
     train.set_threads(options.threads)
@@ -68,14 +68,14 @@ def soak(options: Options, seconds: float, every: int) -> int:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     batches = train.make_batches(options, task)
-    plan = train.make_plan(options, batches.steps_per_epoch)
+    schedule = train.make_schedule(options, batches.steps_per_epoch)
     tell({"processes": hvd.allgather_object(os.getpid(), name="soak.processes")})
 
     started, switches, asked = time.monotonic(), Switches(), False
     for position, parts in batches.forever(Position()):
         if vote.poll():
             break
-        train.set_rate(optimizer, plan.rate(position.step))
+        train.set_rate(optimizer, schedule.rate(position.step))
         loss = train_step(model, optimizer, parts, options.clip)
         switches.look(optimizer.plan)
         done = position.step + 1

@@ -37,7 +37,7 @@ class RunError(RuntimeError):
     """An error that all ranks know of: each of them may end without leaving another one waiting."""
 
 
-def agree(what: str, action: Callable[[], T]) -> T:
+def run_on_all_ranks(what: str, action: Callable[[], T]) -> T:
     """Runs `action` on each rank; all ranks must call it.
 
     Returns:

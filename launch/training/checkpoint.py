@@ -27,7 +27,8 @@ from torch import nn
 import hvd_adaptive
 from hvd_adaptive.rng import mix
 
-from .agreement import RunError, agree
+from .agreement import RunError, run_on_all_ranks
+from .options import renamed_identity
 
 FORMAT = 2
 KEPT = 2
@@ -83,9 +84,9 @@ class Checkpoints:
         Raises:
             RunError: on all ranks, if any rank could not write.
         """
-        digest = agree("saving a checkpoint", lambda: self._save_rank(position.step))
+        digest = run_on_all_ranks("saving a checkpoint", lambda: self._save_rank(position.step))
         digests = hvd.allgather_object(digest, name="checkpoint.digests")
-        agree("saving a checkpoint", lambda: self._save_common(position, digests))
+        run_on_all_ranks("saving a checkpoint", lambda: self._save_common(position, digests))
         self._remove_old()
         return self._manifest_path(position.step)
 
@@ -154,30 +155,34 @@ class Checkpoints:
                     " --checkpoint-dir, or write --resume auto to start anew where there is none"
                 )
             return None
-        manifest = agree("resuming", lambda: self._read_manifest(step) if self.rank == 0 else None)
+        manifest = run_on_all_ranks(
+            "resuming", lambda: self._read_manifest(step) if self.rank == 0 else None
+        )
         manifest = hvd.broadcast_object(manifest, root_rank=0, name="checkpoint.manifest")
         position = Position(**manifest["position"])
         # Rank 0's file travels by broadcast, so that only the rank files must be on every host.
         path = self._common_path(step)
-        common = agree("resuming", lambda: self._read(path, manifest) if self.rank == 0 else None)
+        common = run_on_all_ranks(
+            "resuming", lambda: self._read(path, manifest) if self.rank == 0 else None
+        )
         common = hvd.broadcast_object(common, root_rank=0, name="checkpoint.common")
         if manifest["ranks"] == self.ranks:
             path = self._rank_path(step, self.rank)
-            agree("resuming", lambda: self._load(common, self._read(path, manifest)))
+            run_on_all_ranks("resuming", lambda: self._load(common, self._read(path, manifest)))
             return position
         self._load_merged(step, manifest, common)
         return position.of_ranks(manifest["ranks"], self.ranks)
 
     def _load_merged(self, step: int, manifest: dict[str, Any], common: dict[str, Any]) -> None:
         """Goes on from a checkpoint of another number of ranks: rank 0 reads all of its files."""
-        merged = agree(
+        merged = run_on_all_ranks(
             "resuming", lambda: self._read_merged(step, manifest) if self.rank == 0 else None
         )
         merged = hvd.broadcast_object(merged, root_rank=0, name="checkpoint.merged")
         # No rank can go on with the random numbers that another one drew.
         torch.manual_seed(mix((step << 24) + self.rank) >> 1)
         own = {"rng": torch.get_rng_state(), "compression": merged}
-        agree("resuming", lambda: self._load(common, own))
+        run_on_all_ranks("resuming", lambda: self._load(common, own))
         if self.rank == 0:
             print(
                 f"the checkpoint is of {manifest['ranks']} ranks, this run has {self.ranks}: every rank"
@@ -196,7 +201,7 @@ class Checkpoints:
 
     def _newest(self) -> int | None:
         """Rank 0's view, on all ranks: another one's may be older, or of another disk."""
-        steps = agree("looking for checkpoints", self._by_progress)
+        steps = run_on_all_ranks("looking for checkpoints", self._by_progress)
         newest: int | None = hvd.broadcast_object(
             steps[-1] if steps else None, root_rank=0, name="checkpoint.newest"
         )
@@ -226,7 +231,7 @@ class Checkpoints:
             self._check_content(manifest, step)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        found = manifest["identity"]
+        found = renamed_identity(manifest["identity"])
         mine = json.loads(json.dumps(self.identity))
         for key in sorted(mine.keys() | found.keys()):
             if found.get(key) != mine.get(key):

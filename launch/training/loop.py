@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from .agreement import StopVote
 from .checkpoint import Position
 from .data import Batch, Images, Task, Windows
-from .options import Options
+from .options import TrainingOptions
 
 # Steps that a mean leaves out: kernels compile and buffers are allocated in them.
 WARM_UP_STEPS = 6
@@ -111,10 +111,10 @@ def learning_rate_scale(rule: str, ranks: int, passes: int, averaged: bool) -> f
     return {"linear": float(batches), "sqrt": math.sqrt(batches), "none": 1.0}[rule]
 
 
-def make_update_rule(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+def make_update_rule(options: TrainingOptions, model: nn.Module) -> torch.optim.Optimizer:
     """The torch optimizer. Its rate is 0 until the first step sets it: to give each rank the same
     state, broadcast_optimizer_state takes a step with zero gradients, which must move nothing."""
-    if options.update == "adamw":
+    if options.optimizer == "adamw":
         return torch.optim.AdamW(
             model.parameters(),
             lr=0.0,

@@ -21,7 +21,7 @@ from hvd_adaptive.telemetry import Meter
 
 from . import data, models, result
 from . import options as command_line
-from .agreement import EXIT_CODES, RunError, StopVote, agree, require_equal
+from .agreement import EXIT_CODES, RunError, StopVote, require_equal, run_on_all_ranks
 from .checkpoint import Checkpoints, Position
 from .display import Progress, gather_costs, table
 from .loop import (
@@ -35,34 +35,34 @@ from .loop import (
     spared_from_collection,
     train_step,
 )
-from .options import Options
+from .options import TrainingOptions
 from .result import Evaluation
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """How long a run is, and how fast it learns."""
 
     steps: int
     warmup: int
     peak_rate: float
-    schedule: str
+    shape: str
 
     def rate(self, step: int) -> float:
-        return learning_rate(step, self.steps, self.warmup, self.peak_rate, self.schedule)
+        return learning_rate(step, self.steps, self.warmup, self.peak_rate, self.shape)
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What the training loop works with."""
 
-    options: Options
+    options: TrainingOptions
     task: data.Task
     model: nn.Module
     optimizer: Any
     meter: Meter
     batches: Batches
-    plan: Plan
+    schedule: Schedule
     checkpoints: Checkpoints | None
     progress: Progress
     vote: StopVote
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def run(options: Options, vote: StopVote) -> int:
+def run(options: TrainingOptions, vote: StopVote) -> int:
     """Everything from the data to the table.
 
     Returns:
@@ -107,13 +107,15 @@ def run(options: Options, vote: StopVote) -> int:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     batches = make_batches(options, task)
-    plan = make_plan(options, batches.steps_per_epoch)
+    schedule = make_schedule(options, batches.steps_per_epoch)
     checkpoints = make_checkpoints(options, task, model, optimizer)
     start = find_start(options, checkpoints, batches.steps_per_epoch)
-    introduce(options, task, model, plan, threads)
+    introduce(options, task, model, schedule, threads)
 
-    progress = Progress(start.step, plan.steps, shown=hvd.rank() == 0)
-    setup = Run(options, task, model, optimizer, meter, batches, plan, checkpoints, progress, vote)
+    progress = Progress(start.step, schedule.steps, shown=hvd.rank() == 0)
+    setup = TrainingRun(
+        options, task, model, optimizer, meter, batches, schedule, checkpoints, progress, vote
+    )
     try:
         with spared_from_collection():
             end = train(setup, start)
@@ -142,8 +144,8 @@ def set_threads(wanted: int | None) -> int:
     return threads
 
 
-def load_data(options: Options) -> data.Task:
-    task = agree(
+def load_data(options: TrainingOptions) -> data.Task:
+    task = run_on_all_ranks(
         "data",
         lambda: data.load(
             options.data,
@@ -160,7 +162,7 @@ def load_data(options: Options) -> data.Task:
     return task
 
 
-def make_model(options: Options, task: data.Task) -> nn.Module:
+def make_model(options: TrainingOptions, task: data.Task) -> nn.Module:
     torch.manual_seed(options.seed)
     sizes = models.Sizes(options.width, options.layers, options.heads, options.dropout)
     model = models.build(options.model, task.shape, task.classes, sizes)
@@ -169,9 +171,9 @@ def make_model(options: Options, task: data.Task) -> nn.Module:
     return model
 
 
-def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
+def make_optimizer(options: TrainingOptions, model: nn.Module) -> tuple[Any, Meter]:
     """The wrapped optimizer, and where the run's figures go."""
-    agree("--logdir and --result", lambda: check_writable(options))
+    run_on_all_ranks("--logdir and --result", lambda: check_writable(options))
     samples = options.batch_size * options.accumulate * hvd.size()
     logdir = str(options.logdir) if options.logdir else None
     telemetry = hva.Telemetry(logdir=logdir, samples_per_step=samples)
@@ -185,7 +187,7 @@ def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
         "groups": options.groups,
         "sparse_as_dense": options.sparse_as_dense,
     }
-    if options.optimizer == "stock":
+    if options.distributed == "horovod":
         compression = getattr(hvd.Compression, options.compression)
         stock = hvd.DistributedOptimizer(base, compression=compression, **shared)
         return stock, Meter(telemetry, rank=hvd.rank())
@@ -198,7 +200,7 @@ def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
             feedback=options.feedback,
             planner=options.planner,
             candidates=options.candidates,
-            warmup_steps=options.compression_warmup_steps,
+            warmup_steps=options.dense_steps,
             bucket_cap_mb=options.bucket_cap_mb,
             seed=options.seed,
             telemetry=telemetry,
@@ -210,7 +212,7 @@ def make_optimizer(options: Options, model: nn.Module) -> tuple[Any, Meter]:
     return optimizer, optimizer.meter
 
 
-def check_writable(options: Options) -> None:
+def check_writable(options: TrainingOptions) -> None:
     """Before rank 0 alone finds that it cannot write, and leaves the others waiting."""
     if hvd.rank() != 0:
         return
@@ -222,7 +224,7 @@ def check_writable(options: Options) -> None:
         result.check_writable(options.result)
 
 
-def make_batches(options: Options, task: data.Task) -> Batches:
+def make_batches(options: TrainingOptions, task: data.Task) -> Batches:
     batches = Batches(task.train, options.batch_size, options.accumulate, options.seed)
     if batches.steps_per_epoch == 0:
         raise RunError(
@@ -233,17 +235,17 @@ def make_batches(options: Options, task: data.Task) -> Batches:
     return batches
 
 
-def make_plan(options: Options, steps_per_epoch: int) -> Plan:
+def make_schedule(options: TrainingOptions, steps_per_epoch: int) -> Schedule:
     steps = options.steps or max(1, round(options.epochs * steps_per_epoch))
-    warmup = steps // 20 if options.warmup_steps is None else options.warmup_steps
+    warmup = steps // 20 if options.lr_warmup_steps is None else options.lr_warmup_steps
     scale = learning_rate_scale(
         options.lr_scaling, hvd.size(), options.accumulate, options.op == "average"
     )
-    return Plan(steps, warmup, options.lr * scale, options.lr_schedule)
+    return Schedule(steps, warmup, options.lr * scale, options.lr_schedule)
 
 
 def make_checkpoints(
-    options: Options, task: data.Task, model: nn.Module, optimizer: Any
+    options: TrainingOptions, task: data.Task, model: nn.Module, optimizer: Any
 ) -> Checkpoints | None:
     if options.checkpoint_dir is None:
         return None
@@ -251,7 +253,9 @@ def make_checkpoints(
     return Checkpoints(options.checkpoint_dir, identity, model, optimizer)
 
 
-def find_start(options: Options, checkpoints: Checkpoints | None, steps_per_epoch: int) -> Position:
+def find_start(
+    options: TrainingOptions, checkpoints: Checkpoints | None, steps_per_epoch: int
+) -> Position:
     if checkpoints is None:
         return Position()
     if options.resume == "never":
@@ -268,13 +272,15 @@ def find_start(options: Options, checkpoints: Checkpoints | None, steps_per_epoc
     return start
 
 
-def introduce(options: Options, task: data.Task, model: nn.Module, plan: Plan, threads: int) -> None:
-    how = "Horovod's own optimizer" if options.optimizer == "stock" else "hvd_adaptive"
+def introduce(
+    options: TrainingOptions, task: data.Task, model: nn.Module, schedule: Schedule, threads: int
+) -> None:
+    how = "Horovod's own optimizer" if options.distributed == "horovod" else "hvd_adaptive"
     say(
         f"{options.model} with {models.count_parameters(model):,} parameters on {task.name}"
         f" ({len(task.train):,} examples, {len(task.held_out):,} held out; {task.source})\n"
         f"{hvd.size()} rank(s) of {threads} thread(s), {options.batch_size} x {options.accumulate}"
-        f" examples a step each, {plan.steps} steps, learning rate up to {plan.peak_rate:g}\n"
+        f" examples a step each, {schedule.steps} steps, learning rate up to {schedule.peak_rate:g}\n"
         f"{how}, compression {options.compression}"
     )
 
@@ -282,8 +288,8 @@ def introduce(options: Options, task: data.Task, model: nn.Module, plan: Plan, t
 # -------------------------------------------------------------------------------------- training
 
 
-def train(run: Run, start: Position) -> End:
-    """Steps until the plan is done or the ranks vote to stop; then, too, a checkpoint is saved."""
+def train(run: TrainingRun, start: Position) -> End:
+    """Steps until the run is done or the ranks vote to stop; then, too, a checkpoint is saved."""
     every = run.options.checkpoint_every
     clock = StepClock()
     losses: list[float] = []
@@ -293,19 +299,19 @@ def train(run: Run, start: Position) -> End:
     for position, parts in run.batches.forever(start):
         if position.step > start.step and every and position.step % every == 0:
             saved = save(run, position, clock)
-        if run.vote.poll() or position.step >= run.plan.steps:
+        if run.vote.poll() or position.step >= run.schedule.steps:
             break
-        rate = run.plan.rate(position.step)
+        rate = run.schedule.rate(position.step)
         set_rate(run.optimizer, rate)
         losses.append(train_step(run.model, run.optimizer, parts, run.options.clip))
         clock.lap()
         run.progress.step()
         done = position.step + 1
-        if done % run.options.log_every == 0 or done == run.plan.steps:
+        if done % run.options.log_every == 0 or done == run.schedule.steps:
             train_loss = log(run, done, rate, losses, clock)
             losses.clear()
         # After the last step, it is done at the end of all.
-        if run.options.eval_every and done % run.options.eval_every == 0 and done < run.plan.steps:
+        if run.options.eval_every and done % run.options.eval_every == 0 and done < run.schedule.steps:
             evaluations += evaluate_between(run, done, clock)
     if run.checkpoints is not None and position != saved:
         save(run, position, clock)
@@ -317,7 +323,7 @@ def set_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate
 
 
-def save(run: Run, position: Position, clock: StepClock) -> Position:
+def save(run: TrainingRun, position: Position, clock: StepClock) -> Position:
     if run.checkpoints is not None:
         with run.meter.paused():
             path = run.checkpoints.save(position)
@@ -326,7 +332,7 @@ def save(run: Run, position: Position, clock: StepClock) -> Position:
     return position
 
 
-def log(run: Run, step: int, rate: float, losses: list[float], clock: StepClock) -> float:
+def log(run: TrainingRun, step: int, rate: float, losses: list[float], clock: StepClock) -> float:
     """Averages the losses since the last report over the ranks, and reports them.
 
     Raises:
@@ -337,7 +343,7 @@ def log(run: Run, step: int, rate: float, losses: list[float], clock: StepClock)
     if not math.isfinite(loss):
         raise RunError(
             f"the training loss is {loss} at step {step}: try a smaller --lr, a longer"
-            " --warmup-steps, or --clip 1"
+            " --lr-warmup-steps, or --clip 1"
         )
     run.meter.scalar("train/loss", loss, step)
     run.meter.scalar("train/learning_rate", rate, step)
@@ -347,7 +353,7 @@ def log(run: Run, step: int, rate: float, losses: list[float], clock: StepClock)
     return loss
 
 
-def evaluate_between(run: Run, step: int, clock: StepClock) -> list[Evaluation]:
+def evaluate_between(run: TrainingRun, step: int, clock: StepClock) -> list[Evaluation]:
     """An evaluation amid the training; none if the ranks vote to stop, which the loop then sees."""
     with run.meter.paused():
         score = evaluate(run.model, run.task, run.options.eval_examples, run.vote)
@@ -364,14 +370,14 @@ def report_score(meter: Meter, score: Score, step: int) -> None:
         meter.scalar(f"held_out/{name}", value, step)
 
 
-def samples_per_step(run: Run) -> int:
+def samples_per_step(run: TrainingRun) -> int:
     return run.options.batch_size * run.options.accumulate * int(hvd.size())
 
 
 # --------------------------------------------------------------------------------------- the end
 
 
-def stopped(run: Run, position: Position) -> int:
+def stopped(run: TrainingRun, position: Position) -> int:
     number, saved = run.vote.outcome, ""
     if run.checkpoints is not None:
         saved = f"; the checkpoint is in {run.checkpoints.folder}, --resume goes on from it"
@@ -379,10 +385,10 @@ def stopped(run: Run, position: Position) -> int:
     return EXIT_CODES[number]
 
 
-def finish(run: Run, end: End, score: Score) -> None:
+def finish(run: TrainingRun, end: End, score: Score) -> None:
     """Shows the table, writes the file of --result, and says where the logs are."""
     report_score(run.meter, score, end.position.step)
-    metered = run.meter if run.options.optimizer == "adaptive" else None
+    metered = run.meter if run.options.distributed == "adaptive" else None
     costs = gather_costs(end.clock.mean(), metered)
     gradients = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     dense_bytes = sum(each.numel() * each.element_size() for each in gradients)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -44,9 +46,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "transformer-sotu": {
         "data": "sotu", "tokens": "char", "vocabulary": 256, "sequence_length": 64,
         "model": "transformer", "width": 128, "layers": 4, "heads": 4, "eval_examples": 2000,
-        "batch_size": 16, "epochs": 0.1, "update": "adamw", "lr": 2e-3, "lr_scaling": "sqrt",
+        "batch_size": 16, "epochs": 0.1, "optimizer": "adamw", "lr": 2e-3, "lr_scaling": "sqrt",
         # Without it, the loss of a transformer stays at that of single characters for long.
-        "weight_decay": 0.01, "clip": 1.0, "compression_warmup_steps": 50,
+        "weight_decay": 0.01, "clip": 1.0, "dense_steps": 50,
     },
 }  # fmt: skip
 DEFAULT_PRESET = "resnet-fashion"
@@ -54,8 +56,8 @@ DEFAULT_PRESET = "resnet-fashion"
 # Options that decide what the numbers in a checkpoint mean: a run may only resume with the same ones.
 IDENTITY = (
     "data", "tokens", "vocabulary", "sequence_length", "model", "width", "layers", "heads",
-    "batch_size", "accumulate", "update", "seed", "optimizer", "compression", "overrides", "feedback",
-    "planner", "candidates",
+    "batch_size", "accumulate", "optimizer", "seed", "distributed", "compression", "overrides",
+    "feedback", "planner", "candidates",
 )  # fmt: skip
 
 EPILOG = """\
@@ -80,7 +82,7 @@ none of these has Fashion-MNIST, training falls back to scikit-learn's digits an
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainingOptions:
     """The command line; the meaning of each field is the help of its option."""
 
     preset: str
@@ -100,21 +102,21 @@ class Options:
     accumulate: int
     eval_every: int
     eval_examples: int
-    update: str
+    optimizer: str
     lr: float
     lr_scaling: str
     lr_schedule: str
-    warmup_steps: int | None
+    lr_warmup_steps: int | None
     momentum: float
     weight_decay: float
     clip: float
-    optimizer: str
+    distributed: str
     compression: str
     overrides: tuple[tuple[str, str], ...]
     feedback: str | None
     planner: str | None
     candidates: tuple[str, ...]
-    compression_warmup_steps: int
+    dense_steps: int
     bucket_cap_mb: float
     op: str
     gradient_predivide_factor: float
@@ -242,14 +244,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="evaluate every N steps, too; 0: only at the end (%(default)s)")  # fmt: skip
     add("--eval-examples", type=number(int, 0), default=0, metavar="N",
         help="evaluate on N held-out examples, evenly spread; 0: all (%(default)s)")  # fmt: skip
-    add("--update", choices=("sgd", "adamw"), default="sgd", help="update rule (%(default)s)")
+    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="update rule (%(default)s)")
     add("--lr", type=number(float, 0), metavar="X",
         help="learning rate of one rank's batch, before --lr-scaling (%(default)s)")  # fmt: skip
     add("--lr-scaling", choices=("linear", "sqrt", "none"), default="linear",
         help="how it grows with ranks x --accumulate (%(default)s)")  # fmt: skip
     add("--lr-schedule", choices=("cosine", "constant"), default="cosine",
         help="after the warm-up (%(default)s)")  # fmt: skip
-    add("--warmup-steps", type=number(int, 0), metavar="N",
+    add("--lr-warmup-steps", type=number(int, 0), metavar="N",
         help="steps of linear learning-rate warm-up (a twentieth of the run)")  # fmt: skip
     add("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
         help="of SGD; beta1 of AdamW (%(default)s)")  # fmt: skip
@@ -260,12 +262,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def _add_compression(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--optimizer", choices=("adaptive", "stock"), default="adaptive",
+    add("--distributed", choices=("adaptive", "horovod"), default="adaptive",
         help="hvd_adaptive.DistributedOptimizer, or Horovod's own to compare with"
         " (%(default)s)")  # fmt: skip
     add("--compression", type=compression, metavar="SPEC",
         help="such as topk:density=0.01,values=int8; there are " + ", ".join(REGISTRY)
-        + " (topk:density=0.01; with --optimizer stock: none)")  # fmt: skip
+        + " (topk:density=0.01; with --distributed horovod: none)")  # fmt: skip
     add("--override", dest="overrides", type=override, action="append", metavar="PATTERN=SPEC",
         help="another compression for the parameters whose names match; may be repeated")  # fmt: skip
     add("--feedback", type=feedback_rule, metavar="RULE",
@@ -276,15 +278,15 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
         + ", ".join(planners.REGISTRY) + " (none)")  # fmt: skip
     add("--candidate", dest="candidates", type=compression, action="append", metavar="SPEC",
         help="another compression whose levels the planner may choose; may be repeated")  # fmt: skip
-    add("--compression-warmup-steps", type=number(int, 0), default=0, metavar="N",
-        help="first steps without compression: warmup_steps (%(default)s)")  # fmt: skip
+    add("--dense-steps", type=number(int, 0), default=0, metavar="N",
+        help="first steps, which send dense gradients (%(default)s)")  # fmt: skip
     add("--bucket-cap-mb", type=number(float, 0), default=25.0, metavar="X",
-        help="gradients that travel together (%(default)s)")  # fmt: skip
+        help="gradients that are sent together (%(default)s)")  # fmt: skip
     add("--op", choices=("average", "sum"), default="average", help="(%(default)s)")
     add("--gradient-predivide-factor", type=number(float, 0), default=1.0, metavar="X",
         help="divides before the sum what is multiplied after it (%(default)s)")  # fmt: skip
     add("--num-groups", type=number(int, 0), default=0, metavar="N", help="(%(default)s)")
-    add("--groups", type=number(int, 0), metavar="N", help="groups of gradients that travel together")
+    add("--groups", type=number(int, 0), metavar="N", help="groups of gradients that are sent together")
     add("--sparse-as-dense", action="store_true", help="send sparse gradients as dense ones")
 
 
@@ -311,24 +313,68 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="go on from the newest checkpoint in --checkpoint-dir; auto: if there is one")  # fmt: skip
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
+# For one version: what has another name now, and the values whose names have changed, too.
+_RENAMED = {
+    "--warmup-steps": "--lr-warmup-steps",
+    "--compression-warmup-steps": "--dense-steps",
+    "--update": "--optimizer",
+}
+_WRAPPERS = {"adaptive": "adaptive", "stock": "horovod"}
+
+
+def renamed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line in today's spelling, and what to say of each option that has an old name."""
+    found, advice = list(arguments), []
+    for index, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        given = value if equals else following
+        if name == "--optimizer" and given in _WRAPPERS:
+            new, text = "--distributed", _WRAPPERS[given]
+            advice.append(f"--optimizer {given} is an old name: write --distributed {text}")
+        elif name in _RENAMED:
+            new, text = _RENAMED[name], given
+            advice.append(f"{name} is an old name: write {new}")
+        else:
+            continue
+        found[index] = f"{new}={text}" if equals else new
+        if not equals and following:
+            found[index + 1] = text
+    return found, advice
+
+
+def renamed_identity(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity in a checkpoint that was written while its options had their old names."""
+    if "update" not in identity:
+        return identity
+    wrapper = identity.get("optimizer")
+    return {key: value for key, value in identity.items() if key != "update"} | {
+        "optimizer": identity["update"],
+        "distributed": _WRAPPERS.get(str(wrapper), wrapper),
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> TrainingOptions:
     """Reads the command line; a wrong one ends the process with status 2 and a message."""
+    arguments, advice = renamed(sys.argv[1:] if arguments is None else arguments)
+    for each in advice:
+        warnings.warn(each, DeprecationWarning, stacklevel=1)
     parser = make_parser()
     # Two passes: the preset first, because it sets the defaults of the others.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default=DEFAULT_PRESET)
-    first.add_argument("--optimizer")
+    first.add_argument("--distributed")
     early = first.parse_known_args(arguments)[0]
     defaults = dict(PRESETS.get(early.preset, {}))
-    if early.optimizer == "stock":
+    if early.distributed == "horovod":
         # Horovod's own has none; asking for it by the option is still an error.
-        defaults.pop("compression_warmup_steps", None)
+        defaults.pop("dense_steps", None)
     parser.set_defaults(**defaults)
     values = vars(parser.parse_args(arguments))
     values["overrides"] = tuple(values["overrides"] or ())
     values["candidates"] = tuple(values["candidates"] or ())
     values["compression"] = _default_compression(values)
-    options = Options(**{field.name: values[field.name] for field in fields(Options)})
+    options = TrainingOptions(**{field.name: values[field.name] for field in fields(TrainingOptions)})
     try:
         _check(options)
     except ValueError as error:
@@ -337,12 +383,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def _default_compression(values: dict[str, Any]) -> str:
-    default = "none" if values["optimizer"] == "stock" else "topk:density=0.01"
+    default = "none" if values["distributed"] == "horovod" else "topk:density=0.01"
     chosen: str = values["compression"] or default
     return chosen
 
 
-def _check(options: Options) -> None:
+def _check(options: TrainingOptions) -> None:
     """What no option can tell alone."""
     if (options.model in IMAGE_MODELS) == (options.data == "sotu"):
         kind = "images" if options.model in IMAGE_MODELS else "text"
@@ -353,21 +399,21 @@ def _check(options: Options) -> None:
         raise ValueError("--epochs 0 trains nothing: write --epochs 1, or --steps N")
     if options.bucket_cap_mb == 0 or options.gradient_predivide_factor == 0:
         raise ValueError("--bucket-cap-mb and --gradient-predivide-factor must be more than 0")
-    if options.optimizer == "stock":
-        _check_stock(options)
+    if options.distributed == "horovod":
+        _check_horovod(options)
     if options.candidates and not options.planner:
         raise ValueError("--candidate needs a --planner that chooses")
     if options.checkpoint_dir is None and (options.checkpoint_every or options.resume != "never"):
         raise ValueError("--checkpoint-every and --resume need --checkpoint-dir")
 
 
-def _check_stock(options: Options) -> None:
+def _check_horovod(options: TrainingOptions) -> None:
     if options.compression not in ("none", "fp16"):
         raise ValueError(
-            f"--optimizer stock knows --compression none and fp16, not {options.compression}"
+            f"--distributed horovod knows --compression none and fp16, not {options.compression}"
         )
-    ours = (options.overrides, options.feedback, options.planner, options.compression_warmup_steps)
+    ours = (options.overrides, options.feedback, options.planner, options.dense_steps)
     if any(ours):
         raise ValueError(
-            "--override, --feedback, --planner and --compression-warmup-steps need --optimizer adaptive"
+            "--override, --feedback, --planner and --dense-steps need --distributed adaptive"
         )

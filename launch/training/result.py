@@ -14,7 +14,7 @@ from typing import Any
 
 from .display import Costs
 from .loop import Score, StepClock
-from .options import Options
+from .options import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Evaluation:
         return {"step": self.step, "seconds": self.seconds} | self.score.scalars()
 
 
-def describe(options: Options, ranks: int, dense_bytes: int, costs: Costs) -> dict[str, Any]:
+def describe(options: TrainingOptions, ranks: int, dense_bytes: int, costs: Costs) -> dict[str, Any]:
     """What was run, and what one of its steps costs."""
     return {
         "identity": options.identity(),

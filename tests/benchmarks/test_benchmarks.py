@@ -75,7 +75,7 @@ def test_every_cell_is_a_command_line_that_train_py_accepts() -> None:
     for cell in training.cells():
         parsed = options.parse(cell.arguments())
         assert parsed.steps > training.METHODS[cell.method].settle or cell.kind == "course", cell
-        assert (parsed.optimizer == "stock") == training.METHODS[cell.method].is_stock, cell
+        assert (parsed.distributed == "horovod") == training.METHODS[cell.method].is_stock, cell
 
 
 def test_a_stored_cell_is_measured_again_only_with_other_settings(

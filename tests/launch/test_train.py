@@ -302,8 +302,8 @@ def test_a_preset_can_be_parsed_and_its_options_overridden(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", options.PRESETS)
 def test_each_preset_can_be_compared_with_horovods_own_optimizer(preset: str) -> None:
-    chosen = options.parse(["--preset", preset, "--optimizer", "stock"])
-    assert (chosen.compression, chosen.compression_warmup_steps) == ("none", 0)
+    chosen = options.parse(["--preset", preset, "--distributed", "horovod"])
+    assert (chosen.compression, chosen.dense_steps) == ("none", 0)
 
 
 WRONG = {
@@ -321,13 +321,47 @@ WRONG = {
     "--override bias": "PATTERN=SPEC",
     "--override *.bias=nonsense": "unknown compressor",
     "--feedback nonsense": "unknown feedback",
-    "--optimizer stock --compression topk:density=0.01": "knows --compression none and fp16",
-    "--optimizer stock --feedback ef": "need --optimizer adaptive",
+    "--distributed horovod --compression topk:density=0.01": "knows --compression none and fp16",
+    "--distributed horovod --feedback ef": "need --distributed adaptive",
     "--resume": "need --checkpoint-dir",
     "--checkpoint-every 5": "need --checkpoint-dir",
     "--bucket-cap-mb 0": "more than 0",
     "--batch 5": "unrecognized arguments",
 }
+
+
+OLD_NAMES = {
+    "--warmup-steps 7": ("lr_warmup_steps", 7, "write --lr-warmup-steps"),
+    "--warmup-steps=7": ("lr_warmup_steps", 7, "write --lr-warmup-steps"),
+    "--compression-warmup-steps 7": ("dense_steps", 7, "write --dense-steps"),
+    "--update adamw": ("optimizer", "adamw", "write --optimizer"),
+    "--optimizer stock": ("distributed", "horovod", "write --distributed horovod"),
+    "--optimizer=stock": ("distributed", "horovod", "write --distributed horovod"),
+    "--optimizer adaptive": ("distributed", "adaptive", "write --distributed adaptive"),
+}
+
+
+@pytest.mark.parametrize("line", OLD_NAMES)
+def test_an_option_s_old_name_still_counts_and_a_warning_says_what_to_write(line: str) -> None:
+    field, value, advice = OLD_NAMES[line]
+    with pytest.warns(DeprecationWarning, match=advice):
+        chosen = options.parse(line.split())
+    assert getattr(chosen, field) == value
+
+
+def test_an_option_s_own_name_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    line = "--lr-warmup-steps 1 --dense-steps 1 --optimizer adamw --distributed adaptive"
+    assert options.parse(line.split()).optimizer == "adamw"
+    assert not recwarn.list
+
+
+def test_the_identity_of_an_older_checkpoint_is_that_of_the_same_options_today() -> None:
+    mine = options.parse(["--preset", "transformer-sotu", "--distributed", "horovod"]).identity()
+    older = dict(mine)
+    del older["distributed"]
+    older |= {"update": "adamw", "optimizer": "stock"}
+    assert options.renamed_identity(older) == mine
+    assert options.renamed_identity(mine) == mine
 
 
 @pytest.mark.parametrize("line", WRONG)
@@ -443,7 +477,7 @@ TINY: dict[str, list[str]] = {
 RESUMABLE = [*TINY["mlp-fashion"], "--preset", "mlp-fashion", "--dropout", "0.3", "--accumulate", "2",
              "--steps", "16", "--eval-every", "5", *SMALL]  # fmt: skip
 KINDS = {
-    "stock": ["--optimizer", "stock"],
+    "stock": ["--distributed", "horovod"],
     "topk": ["--compression", "topk:density=0.05", "--bucket-cap-mb", "0.05"],
 }
 DAMAGES = {

@@ -236,3 +236,19 @@ def test_a_rank_under_mpirun_is_known_by_its_number_there(tmp_path: Path) -> Non
     )  # fmt: skip
     assert shown.returncode == 75
     assert [file.name for file in tmp_path.iterdir()] == ["node.3"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "most", "warned"),
+    [
+        ({}, "3", False),
+        ({"HVA_MAX_RESTARTS_WITHOUT_PROGRESS": "5"}, "5", False),
+        ({"HVA_MAX_FRUITLESS": "2"}, "2", True),
+    ],
+)
+def test_the_old_name_of_the_limit_of_restarts_still_counts_and_is_warned_of(
+    variables: dict[str, str], most: str, warned: bool
+) -> None:
+    shown = run("bash", "-c", "source launch/slurm/common.sh; most_restarts", **variables)
+    assert shown.stdout.split() == [most]
+    assert ("write HVA_MAX_RESTARTS_WITHOUT_PROGRESS" in shown.stderr) == warned
