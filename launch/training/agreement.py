@@ -40,6 +40,8 @@ class RunError(RuntimeError):
 def run_on_all_ranks(what: str, action: Callable[[], T]) -> T:
     """Runs `action` on each rank; all ranks must call it.
 
+    The action must not communicate: where it fails on one rank, the others would wait within theirs.
+
     Returns:
         What this rank's action returned.
 

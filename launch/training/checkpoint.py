@@ -168,7 +168,9 @@ class Checkpoints:
         common = hvd.broadcast_object(common, root_rank=0, name="checkpoint.common")
         if manifest["ranks"] == self.ranks:
             path = self._rank_path(step, self.rank)
-            run_on_all_ranks("resuming", lambda: self._load(common, self._read(path, manifest)))
+            # All have read theirs before any loads: the compression state is loaded by all together.
+            own = run_on_all_ranks("resuming", lambda: self._read(path, manifest))
+            self._load(common, own)
             return position
         self._load_merged(step, manifest, common)
         return position.of_ranks(manifest["ranks"], self.ranks)
@@ -182,7 +184,7 @@ class Checkpoints:
         # No rank can go on with the random numbers that another one drew.
         torch.manual_seed(mix((step << 24) + self.rank) >> 1)
         own = {"rng": torch.get_rng_state(), "compression": merged}
-        run_on_all_ranks("resuming", lambda: self._load(common, own))
+        self._load(common, own)
         if self.rank == 0:
             print(
                 f"the checkpoint is of {manifest['ranks']} ranks, this run has {self.ranks}: every rank"
@@ -292,14 +294,22 @@ class Checkpoints:
         return hvd_adaptive.merge_compression_states(states)
 
     def _load(self, common: dict[str, Any], own: dict[str, Any]) -> None:
+        """Puts it all in its place; all ranks must call it, with what they have read."""
+        run_on_all_ranks("resuming", lambda: self._load_common(common))
+        if own["compression"] is not None:
+            # No action of run_on_all_ranks: it agrees by itself, and raises on all ranks.
+            try:
+                self.optimizer.load_compression_state_dict(own["compression"])
+            except ValueError as error:
+                raise RunError(f"resuming: {error}") from error
+        torch.set_rng_state(own["rng"])
+
+    def _load_common(self, common: dict[str, Any]) -> None:
         try:
             self.model.load_state_dict(common["model"])
         except RuntimeError as error:
             raise ValueError(f"the checkpoint is of another model: {error}") from error
         self.optimizer.load_state_dict(common["optimizer"])
-        if own["compression"] is not None:
-            self.optimizer.load_compression_state_dict(own["compression"])
-        torch.set_rng_state(own["rng"])
 
     # ------------------------------------------------------------------------------------ names
 
