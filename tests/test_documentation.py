@@ -120,13 +120,13 @@ def test_the_figures_in_prose_hold() -> None:
         (ROOT / "docs" / name).read_text() for name in ("performance.md", "planners.md")
     )
     steps = [
-        tables.ratio(cells, model, rate, method, tables.ALONE)
+        tables.ratio(cells, model, rate, method, tables.COMPUTE_ONLY)
         for model, methods in {"lstm": ("topk", "topk-sign"), "mlp": ("topk",)}.items()
         for method in methods
         for rate in tables.RATES
     ]
     assert f"a top-k step takes {min(steps):.1f} to {max(steps):.1f} times" in performance
-    fastest = tables.ratio(cells, "lstm", tables.BARS_RATE, "topk-sign", tables.ALONE)
+    fastest = tables.ratio(cells, "lstm", tables.TARGET_RATE, "topk-sign", tables.COMPUTE_ONLY)
     assert f"{fastest:.2f} in the fastest" in performance
     costs = [
         tables.step_of(cells, "lstm", "powersgd", rate)["costs"]
@@ -137,14 +137,14 @@ def test_the_figures_in_prose_hold() -> None:
     sent = [
         tables.outcome(cells, "mlp", "gravac").payload,
         *(
-            tables.payload_of(name, tables.step_of(cells, "mlp", name, tables.BARS_RATE))
+            tables.payload_of(name, tables.step_of(cells, "mlp", name, tables.TARGET_RATE))
             for name in ("topk", "none")
         ),
     ]
     shown = "sends {:.1f} MB on average, where top-k sends {:.2f} and dense training {:.0f}"
     assert shown.format(*(each / 1e6 for each in sent)) in " ".join(planners.split())
     dense, topk = (
-        tables.mean_curve(list(tables.courses_of(cells, "transformer", name).values()))
+        tables.mean_curve(list(tables.runs_of(cells, "transformer", name).values()))
         for name in ("stock-fp32", "topk")
     )
     after = next(each["perplexity"] for each in dense if each["step"] == 60)

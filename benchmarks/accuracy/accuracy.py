@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
-BAR = 0.01
+TARGET = 0.01
 TUNE_SEED = 100
 EPOCHS, BATCH, RATE, MOMENTUM, DECAY = 1.0, 64, 0.03, 0.9, 5e-4
 
@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--tune", metavar="SPEC", help="score one setting on part of the training set")
     parser.add_argument("--warmup", type=int, default=100, help="of --tune: dense steps at the start")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    parser.add_argument("--check", action="store_true", help=cells.CHECK)
+    parser.add_argument("--check", action="store_true", help=command_line.CHECK)
     parser.add_argument("--out", type=Path, default=report.RESULTS / "accuracy.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -260,9 +260,9 @@ def main() -> int:
             raise SystemExit("the ranks failed")
 
     def missed() -> list[str]:
-        return [row["name"] for row in rows_of(load(args.out)) if row["difference"] < -BAR]
+        return [row["name"] for row in rows_of(load(args.out)) if row["difference"] < -TARGET]
 
-    return cells.complete(measure, lambda: show(rows_of(load(args.out))), missed, args.check)
+    return command_line.complete(measure, lambda: show(rows_of(load(args.out))), missed, args.check)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ counts in every step, so at high factors the gain is a few percent also where th
 with the paper's threshold (``gravac 0.7``) the search then falls back to dense. ``gravac`` has 0.005,
 chosen by the gains of one rank's training with another order of the data.
 
-Cells that the file holds already are not measured again without --redo. The speed of a run is that of
+What the file holds already is not measured again without --redo. The speed of a run is that of
 its last third, in which GraVAC's search is over.
 """
 
@@ -32,8 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import cells as command_line
-from benchmarks.harness import lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
 HOSTS = 4
@@ -43,8 +42,8 @@ WINDOW = 40
 FACTORS = (10, 20, 40, 160, 1000)
 """That GraVAC's exponential policy names, from 10x with a cap of 1000x (section IV-B1)."""
 
-ACCURACY_BAR = 0.01
-SPEED_BAR = 0.95
+ACCURACY_TARGET = 0.01
+SPEED_TARGET = 0.95
 
 PAPER = (
     ("gravac", "static 10x", "seconds", "less time", "ResNet-101 4.32, VGG-16 1.95, LSTM 6.67"),
@@ -56,7 +55,7 @@ table 2."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannerPoint:
     """One training.
 
     Args:
@@ -79,16 +78,16 @@ class Cell:
 
 
 MODEL = ["--preset", "lstm-sotu", "--width", "128", "--log-every", "100000"]
-CELLS = {
-    "dense": Cell("none", network=False),
-    "dense steps": Cell("none", steps=16),
-    "static 10x": Cell("topk:density=0.1"),
-    "static 100x": Cell("topk:density=0.01"),
-    "static 1000x": Cell("topk:density=0.001"),
-    "gravac": Cell("topk:density=0.01", f"gravac:window={WINDOW},period=10,epsilon=0.005"),
-    "gravac 0.7": Cell("topk:density=0.01", f"gravac:window={WINDOW},period=10"),
-    "accordion": Cell("topk:density=0.01", "accordion:period=30,low=10,high=0.1"),
-    "lgreco": Cell("topk:density=0.01", "lgreco:period=30"),
+POINTS = {
+    "dense": PlannerPoint("none", network=False),
+    "dense steps": PlannerPoint("none", steps=16),
+    "static 10x": PlannerPoint("topk:density=0.1"),
+    "static 100x": PlannerPoint("topk:density=0.01"),
+    "static 1000x": PlannerPoint("topk:density=0.001"),
+    "gravac": PlannerPoint("topk:density=0.01", f"gravac:window={WINDOW},period=10,epsilon=0.005"),
+    "gravac 0.7": PlannerPoint("topk:density=0.01", f"gravac:window={WINDOW},period=10"),
+    "accordion": PlannerPoint("topk:density=0.01", "accordion:period=30,low=10,high=0.1"),
+    "lgreco": PlannerPoint("topk:density=0.01", "lgreco:period=30"),
 }
 """Accordion goes to and fro between GraVAC's bounds, 10x and 1000x. L-GreCo's uniform default is
 ``static 100x``."""
@@ -97,25 +96,25 @@ CELLS = {
 # --- measuring ----------------------------------------------------------------------------------------
 
 
-def measure(hosts: lab.Lab, cell: Cell, seed: int) -> dict[str, Any]:
+def measure(hosts: lab.Lab, point: PlannerPoint, seed: int) -> dict[str, Any]:
     """One training; what is stored of it."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*cell.arguments(seed), "--logdir", folder]
-        if cell.network:
+        arguments = [*point.arguments(seed), "--logdir", folder]
+        if point.network:
             found = hosts.train(arguments, seconds=900)
         else:
             found = lab.train_here(hosts.hosts, arguments, seconds=900)
         lines = (Path(folder) / "telemetry.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {
-        "setting": setting(cell, seed),
+        "setting": setting(point, seed),
         "held_out": found["held_out"],
         "payload": found["costs"]["payload_bytes"],
         "traffic": found["costs"]["traffic_bytes"],
         "compute": found["costs"]["compute"],
         "samples_per_step": found["samples_per_step"],
         "step_seconds": [round(seconds, 4) for seconds in found["step_seconds"]],
-        "factors": factors_sent(records) if cell.planner else [],
+        "factors": factors_sent(records) if point.planner else [],
         "candidates": scalars(records, "plan/theta"),
         "ideal": next((value for _, value in reversed(scalars(records, "plan/ideal"))), 0.0),
         "gains": last_of(records, "plan/gain_"),
@@ -123,9 +122,9 @@ def measure(hosts: lab.Lab, cell: Cell, seed: int) -> dict[str, Any]:
     }
 
 
-def setting(cell: Cell, seed: int) -> str:
-    """What makes two measurements of a cell comparable."""
-    return f"{' '.join(cell.arguments(seed))} at {RATE if cell.network else 'no network'}"
+def setting(point: PlannerPoint, seed: int) -> str:
+    """What makes two measurements of a grid point comparable."""
+    return f"{' '.join(point.arguments(seed))} at {RATE if point.network else 'no network'}"
 
 
 def scalars(records: Iterable[Mapping[str, Any]], tag: str) -> list[tuple[int, float]]:
@@ -163,17 +162,17 @@ def speed(figures: Mapping[str, Any]) -> float:
     return float(figures["samples_per_step"] / statistics.median(seconds[-len(seconds) // 3 :]))
 
 
-def summary(cells: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def summary(points: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Means over the seeds; differences from dense, seed by seed."""
     rows = {}
-    for name, cell in CELLS.items():
-        mine = {key.split("/")[1]: each for key, each in cells.items() if key.split("/")[0] == name}
+    for name, point in POINTS.items():
+        mine = {key.split("/")[1]: each for key, each in points.items() if key.split("/")[0] == name}
         if not mine or name == "dense steps":
             continue
         dense = [
-            cells[key]["held_out"]["accuracy"] for key in (f"dense/{s}" for s in mine) if key in cells
+            points[key]["held_out"]["accuracy"] for key in (f"dense/{s}" for s in mine) if key in points
         ]
-        on_network = mine if cell.network else _seeds_of(cells, "dense steps")
+        on_network = mine if point.network else _seeds_of(points, "dense steps")
         accuracy = statistics.mean(each["held_out"]["accuracy"] for each in mine.values())
         rows[name] = {
             "seeds": len(mine),
@@ -188,8 +187,8 @@ def summary(cells: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def _seeds_of(cells: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: each for key, each in cells.items() if key.split("/")[0] == name}
+def _seeds_of(points: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: each for key, each in points.items() if key.split("/")[0] == name}
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -211,7 +210,7 @@ def best_static(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
         name
         for name, row in rows.items()
         if name.startswith("static") and row["difference"] is not None
-        if row["difference"] >= -ACCURACY_BAR
+        if row["difference"] >= -ACCURACY_TARGET
     ]
     return max(keeps, key=lambda name: rows[name]["samples_per_second"], default=None)
 
@@ -222,9 +221,9 @@ def visited(figures: Mapping[str, Any]) -> list[int]:
     return [int(value) for value in dict.fromkeys([float(FACTORS[0]), *candidates])]
 
 
-def show(cells: Mapping[str, Any]) -> None:
+def show(points: Mapping[str, Any]) -> None:
     """The tables, and the papers' numbers beside."""
-    rows = summary(cells)
+    rows = summary(points)
     table: list[list[object]] = [
         ["", "accuracy", "less dense", "loss", "samples/s, end", "seconds in all", "MB a step", "seeds"]
     ]
@@ -242,7 +241,7 @@ def show(cells: Mapping[str, Any]) -> None:
             ]
         )
     print(report.table(table) + "\n")
-    for key, figures in (_seeds_of(cells, "gravac") | _seeds_of(cells, "gravac 0.7")).items():
+    for key, figures in (_seeds_of(points, "gravac") | _seeds_of(points, "gravac 0.7")).items():
         sent = " ".join(f"{factor:g}x@{step}" for step, factor in figures["factors"])
         kept = f"kept {figures['ideal']:g}x" if figures["ideal"] else "no two as fast within omega"
         print(f"{key}: candidates {visited(figures)}, {kept}; sent {sent}")
@@ -262,35 +261,35 @@ def compared(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def missed(cells: Mapping[str, Any]) -> list[str]:
-    """The bars that are missed, in words."""
-    rows = summary(cells)
-    found = [f"{name} was not measured" for name in CELLS if not _seeds_of(cells, name)]
-    for key, figures in _seeds_of(cells, "gravac").items():
+def missed(points: Mapping[str, Any]) -> list[str]:
+    """The targets that are missed, in words."""
+    rows = summary(points)
+    found = [f"{name} was not measured" for name in POINTS if not _seeds_of(points, name)]
+    for key, figures in _seeds_of(points, "gravac").items():
         if visited(figures) != list(FACTORS):
             found.append(f"{key} visited {visited(figures)}, not {list(FACTORS)}")
     gravac = rows.get("gravac")
     if gravac is None or gravac["difference"] is None:
         return found
-    if gravac["difference"] < -ACCURACY_BAR:
+    if gravac["difference"] < -ACCURACY_TARGET:
         found.append(f"gravac is {100 * gravac['difference']:+.2f} points of accuracy from dense")
     best = best_static(rows)
-    if best and gravac["samples_per_second"] < SPEED_BAR * rows[best]["samples_per_second"]:
+    if best and gravac["samples_per_second"] < SPEED_TARGET * rows[best]["samples_per_second"]:
         ratio = gravac["samples_per_second"] / rows[best]["samples_per_second"]
         found.append(f"gravac ends at {ratio:.2f} of the speed of {best}")
     return found
 
 
-def draw(cells: Mapping[str, Any], path: Path) -> None:
+def draw(points: Mapping[str, Any], path: Path) -> None:
     """Accuracy against seconds, and GraVAC's factors over the steps."""
     plt = report.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for name, row in summary(cells).items():
+    for name, row in summary(points).items():
         if row["seconds"] is not None:
             left.plot(row["seconds"], 100 * row["accuracy"], "o")
             left.annotate(name, (row["seconds"], 100 * row["accuracy"]), fontsize=8)
     left.set(xlabel=f"seconds for {STEPS} steps", ylabel="accuracy, %", xscale="log")
-    for key, figures in cells.items():
+    for key, figures in points.items():
         if figures["factors"] and key.split("/")[0] in ("gravac", "accordion"):
             steps, factors = zip(*figures["factors"], strict=True)
             right.step([*steps, STEPS], [*factors, factors[-1]], where="post", label=key)
@@ -304,59 +303,59 @@ def draw(cells: Mapping[str, Any], path: Path) -> None:
 # --- the program --------------------------------------------------------------------------------------
 
 
-def content(cells: Mapping[str, Any]) -> dict[str, Any]:
+def content(points: Mapping[str, Any]) -> dict[str, Any]:
     """What the file holds."""
     settings = {"hosts": HOSTS, "rate": RATE, "steps": STEPS, "model": " ".join(MODEL)}
-    settings |= {"cells": {name: asdict(cell) for name, cell in CELLS.items()}}
-    rows = summary(cells)
-    return {"settings": settings, "summary": rows, "compared": compared(rows), "cells": dict(cells)}
+    settings |= {"cells": {name: asdict(point) for name, point in POINTS.items()}}
+    rows = summary(points)
+    return {"settings": settings, "summary": rows, "compared": compared(rows), "cells": dict(points)}
 
 
-def measure_all(todo: Sequence[tuple[str, int]], cells: dict[str, Any], out: Path) -> None:
-    """Measures the cells and stores each at once."""
+def measure_all(todo: Sequence[tuple[str, int]], points: dict[str, Any], out: Path) -> None:
+    """Measures the grid points and stores each at once."""
     with lab.Lab(HOSTS, RATE) as hosts:
         for name, seed in todo:
             started = time.monotonic()
-            cells[f"{name}/{seed}"] = measure(hosts, CELLS[name], seed)
-            report.write(out.stem, content(cells), out.parent)
+            points[f"{name}/{seed}"] = measure(hosts, POINTS[name], seed)
+            report.write(out.stem, content(points), out.parent)
             print(f"{name}/{seed}: {time.monotonic() - started:.0f} s", flush=True)
 
 
 def smoke() -> int:
     """A GraVAC run of some steps on two hosts; 1 if it tried no candidate."""
-    cell = Cell("topk:density=0.01", "gravac:window=8,period=5", steps=30)
+    point = PlannerPoint("topk:density=0.01", "gravac:window=8,period=5", steps=30)
     with lab.Lab(2, RATE) as hosts:
-        figures = measure(hosts, cell, 0)
+        figures = measure(hosts, point, 0)
     print(f"candidates {visited(figures)}, sent {figures['factors']}")
     return int(len(visited(figures)) < 2)
 
 
 def _fits(key: str, figures: Mapping[str, Any]) -> bool:
-    """Whether a measurement in the file is one of a cell as it is now."""
+    """Whether a measurement in the file is one of a grid point as it is now."""
     name, _, seed = key.rpartition("/")
-    return name in CELLS and figures.get("setting") == setting(CELLS[name], int(seed))
+    return name in POINTS and figures.get("setting") == setting(POINTS[name], int(seed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = command_line.parser(__doc__, CELLS, "adaptive")
+    parser = command_line.parser(__doc__, POINTS, "adaptive")
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args(arguments)
-    names = command_line.chosen(parser, args.only, CELLS)
+    names = command_line.chosen(parser, args.only, POINTS)
     if args.quick:
         return smoke()
     held = json.loads(args.out.read_text())["cells"] if args.out.exists() else {}
-    cells = {key: each for key, each in held.items() if _fits(key, each)}
+    points = {key: each for key, each in held.items() if _fits(key, each)}
     wanted = [(name, seed) for seed in range(args.seeds) for name in names]
-    todo = [(name, seed) for name, seed in wanted if args.redo or f"{name}/{seed}" not in cells]
+    todo = [(name, seed) for name, seed in wanted if args.redo or f"{name}/{seed}" not in points]
 
     def tell() -> None:
-        if cells:
-            show(cells)
-            draw(cells, args.out.with_suffix(".png"))
+        if points:
+            show(points)
+            draw(points, args.out.with_suffix(".png"))
 
-    measure = partial(measure_all, todo, cells, args.out) if todo else None
-    return command_line.complete(measure, tell, lambda: missed(cells), args.check)
+    measure = partial(measure_all, todo, points, args.out) if todo else None
+    return command_line.complete(measure, tell, lambda: missed(points), args.check)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import cells
+from benchmarks.harness import command_line
 from benchmarks.micro.planner import beyond
 from benchmarks.report import report
 from benchmarks.workers.presets import Preset, prepare
@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "transformer": ("--preset", "transformer-sotu"),
     "ResNet, 3 blocks a stage": ("--preset", "resnet-fashion", "--layers", "3"),
 }
-BARRED = ("ResNet", "LSTM", "transformer")
+WITH_TARGET = ("ResNet", "LSTM", "transformer")
 QUICK: dict[str, tuple[str, ...]] = {"MLP": ("--preset", "mlp-digits", "--width", "64")}
 
 
@@ -67,12 +67,12 @@ class Setting:
 
     Args:
         compression: the default.
-        bar: how many times fewer bytes the plan must send; None without a bar.
+        target: how many times fewer bytes the plan must send; None without a target.
         paper: the same in L-GreCo's tables 2 and 3.
     """
 
     compression: str
-    bar: float | None
+    target: float | None
     paper: str
 
 
@@ -318,7 +318,9 @@ def show(figures: dict[str, Any]) -> None:
                     ),
                     f"{found['with dense layers']:.2f}",
                     *(f"{found[key]:.3f}" for key in ("error", "real error", "error of later steps")),
-                    f"{setting.bar:.1f}" if name in BARRED and setting.bar is not None else "",
+                    f"{setting.target:.1f}"
+                    if name in WITH_TARGET and setting.target is not None
+                    else "",
                     setting.paper,
                 ]
             )
@@ -369,16 +371,20 @@ def load() -> dict[str, Any]:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """The bars that were not met."""
+    """The targets that were not met."""
     found = []
     for name, settings in figures["models"].items():
         for setting in SETTINGS:
             row = settings[setting.compression]
             title = f"{name}, {setting.compression}"
-            if name in BARRED and setting.bar is not None and row["really fewer"] < setting.bar:
+            if (
+                name in WITH_TARGET
+                and setting.target is not None
+                and row["really fewer"] < setting.target
+            ):
                 found.append(
-                    f"{title}: {row['really fewer']:.2f} times fewer bytes, bar {setting.bar}; the "
-                    f"optimum is {row['at best']:.2f}"
+                    f"{title}: {row['really fewer']:.2f} times fewer bytes, target {setting.target}; "
+                    f"the optimum is {row['at best']:.2f}"
                 )
             if row["error"] > 1:
                 found.append(f"{title}: the plan's error is {row['error']:.4f} of the default's")
@@ -386,11 +392,11 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Run all, print, write; the exit code says whether a bar was missed."""
+    """Run all, print, write; the exit code says whether a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    cells.quick_or_check(parser)
+    command_line.quick_or_check(parser)
     options = parser.parse_args()
     if options.only and options.only not in MODELS:
         parser.error(f"no model {options.only}: there are {', '.join(MODELS)}")
@@ -407,7 +413,9 @@ def main() -> int:
                 figures["models"][name] = measure(name, MODELS[name], STEPS, SAMPLES)
                 report.write("allocation", figures)
 
-    return cells.complete(measure_all, lambda: show(figures), lambda: missed(figures), options.check)
+    return command_line.complete(
+        measure_all, lambda: show(figures), lambda: missed(figures), options.check
+    )
 
 
 if __name__ == "__main__":

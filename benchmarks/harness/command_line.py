@@ -1,4 +1,4 @@
-"""The programs of benchmarks: of those that measure named cells, and of those that measure tables."""
+"""Command lines of benchmarks: of those that measure named grid points, and those of tables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks.report import report
 
-CHECK = "measure nothing; exit with 1 if what the file holds misses a bar"
+CHECK = "measure nothing; exit with 1 if what the file holds misses a target"
 
 
 def quick_or_check(
     options: argparse.ArgumentParser,
-    quick: str = "small and few; no bars, no file",
+    quick: str = "small and few; no targets, no file",
     check: str = CHECK,
 ) -> None:
     """Add ``--quick`` and ``--check``, not both: a small run is not compared with anything.
@@ -30,26 +30,26 @@ def quick_or_check(
     either.add_argument("--quick", action="store_true", help=quick)
 
 
-def parser(doc: str | None, cells: Iterable[str], name: str) -> argparse.ArgumentParser:
+def parser(doc: str | None, points: Iterable[str], name: str) -> argparse.ArgumentParser:
     """The options that all of them have.
 
     Args:
         doc: the script's; its first line is the description.
-        cells: that there are.
+        grid points: that there are.
         name: of the file of results.
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
     add = found.add_argument
-    add("--only", default="", help=f"some of {', '.join(cells)}, with commas between")
+    add("--only", default="", help=f"some of {', '.join(points)}, with commas between")
     add("--redo", action="store_true", help="measure again what the file holds already")
     quick_or_check(found, "a smoke run on 2 hosts; writes no file")
     add("--out", type=Path, default=report.RESULTS / f"{name}.json")
     return found
 
 
-def chosen(options: argparse.ArgumentParser, only: str, cells: Iterable[str]) -> list[str]:
+def chosen(options: argparse.ArgumentParser, only: str, points: Iterable[str]) -> list[str]:
     """The names in ``--only``, or all; an unknown one ends the program."""
-    known = list(cells)
+    known = list(points)
     names = [name.strip() for name in only.split(",") if name.strip()] or known
     if unknown := sorted(set(names) - set(known)):
         options.error(f"no {', '.join(unknown)}: there are {', '.join(known)}")
@@ -68,10 +68,10 @@ def tables(
         doc: the script's; its first line is the description.
         name: of the file of results.
         measure: gives the figures, of little if told so; prints each table as soon as it is there.
-        missed: the bars that the figures do not meet.
+        missed: the targets that the figures do not meet.
 
     Returns:
-        The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a bar.
+        The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a target.
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
     quick_or_check(found)
@@ -94,7 +94,7 @@ def tables(
 def check(
     name: str, missed: Callable[[dict[str, Any]], list[str]], folder: Path = report.RESULTS
 ) -> int:
-    """Compare a file of results with the bars; exit status 1 if one is missed, or nothing measured."""
+    """Compare a file of results with its targets; exit status 1 if one is missed, or without a file."""
     path = folder / f"{name}.json"
     if not path.exists():
         print(f"nothing to check: {path} is not there; without --check it is measured")
@@ -103,8 +103,8 @@ def check(
 
 
 def tell(problems: list[str]) -> int:
-    """Print the bars that are missed; the exit status of a program that checks them."""
-    print("\n".join(problems) or "all bars met")
+    """Print the targets that are missed; the exit status of a program that checks them."""
+    print("\n".join(problems) or "all targets met")
     return int(bool(problems))
 
 
@@ -114,10 +114,10 @@ def complete(
     missed: Callable[[], list[str]],
     check: bool,
 ) -> int:
-    """Measure what is to be measured, tell what there is, and compare it with the bars.
+    """Measure what is to be measured, tell what there is, and compare it with the targets.
 
     Returns:
-        The program's exit status: 130 after Ctrl-C, 1 if bars are to be checked and one is missed.
+        The program's exit status: 130 after Ctrl-C, 1 if targets are to be checked and one is missed.
     """
     try:
         if measure is not None and not check:
@@ -129,5 +129,5 @@ def complete(
         tell()
     problems = missed()
     for problem in problems:
-        print(f"bar missed: {problem}")
+        print(f"target missed: {problem}")
     return int(check and bool(problems))

@@ -381,7 +381,9 @@ class Lab:
         command = [*NETLAB, "--name", self.name, "mpirun", *SEVERAL, _of_one_thread(trainings)]
         return self._keep(Job([command], {**THREADS, **environment}, seconds)).each(len(trainings))
 
-    def train_alone(self, arguments: Sequence[str], seconds: float = 300.0) -> list[dict[str, Any]]:
+    def train_compute_only(
+        self, arguments: Sequence[str], seconds: float = 300.0
+    ) -> list[dict[str, Any]]:
         """Runs train.py on every host at the same time: so many runs of one rank, without exchange.
 
         As many processes share the machine's cores as in a run of all hosts: what is missing is the

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 from hvd_adaptive.planning import REGISTRY, LGreCoTime, StepMeasurements
 from hvd_adaptive.planning.budgets import Budget, StaticBudget
 from hvd_adaptive.planning.costs import OnlineCosts, fit_bucket_costs
 
-BAR = 0.9
+TARGET = 0.9
 SETTLING = 5
 """Steps after a change of plan that do not count."""
 JOB = ("--preset", "lstm-sotu", "--width", "192", "--vocabulary", "5000")
@@ -90,7 +90,7 @@ def read(path: Path) -> Rows:
         if not lines or lines[0][:2] != ["plan", "seconds"]:
             raise ValueError(f"{path}: the first line must be plan,seconds,bucket 0,bucket 1,...")
         # a run that was ended may have left half a line
-        table = [[float(cell) for cell in line] for line in lines[1:] if len(line) == len(lines[0])]
+        table = [[float(point) for point in line] for line in lines[1:] if len(line) == len(lines[0])]
     if len(table) < 2:
         raise ValueError(f"{path}: {len(table)} rows, a fit needs at least 2")
     numbers = np.array(table, dtype=np.float64)
@@ -287,9 +287,9 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """The bar, if it is not met."""
+    """The target, if it is not met."""
     r2 = figures["r2"]
-    return [] if r2 >= BAR else [f"the fit explains {r2:.3f} of the variance, bar {BAR}"]
+    return [] if r2 >= TARGET else [f"the fit explains {r2:.3f} of the variance, target {TARGET}"]
 
 
 def main() -> int:
@@ -300,11 +300,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each (%(default)s)")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the recorded rows as CSV")
     parser.add_argument("--logdir", type=Path, metavar="DIR", help="TensorBoard and JSON logs")
-    cells.quick_or_check(parser, "two ranks, few steps; no bar, no file")
+    command_line.quick_or_check(parser, "two ranks, few steps; no target, no file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
-        return cells.check("bucket_costs", missed)
+        return command_line.check("bucket_costs", missed)
     if options.quick and not options.worker:
         options.plans, options.steps = 3, 3
     if options.worker:
@@ -330,7 +330,7 @@ def main() -> int:
         return status
     job = {"job": " ".join(JOB), "compression": COMPRESSION, "hosts": HOSTS, "rate": RATE}
     print(f"written: {report.write('bucket_costs', {**job, **figures})}")
-    cells.tell(missed(figures))
+    command_line.tell(missed(figures))
     return 0
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import cells
+from benchmarks.harness import command_line
 from benchmarks.report import report
 from hvd_adaptive.commands import precompile
 from hvd_adaptive.compressors import parse
@@ -50,11 +50,11 @@ CONTESTANTS: dict[str, tuple[Compressor, float]] = {
     "globaltopk": (GlobalTopK(density=0.01), math.inf),
 }
 """Accumulate, compress and keep the remainder: the most copies of the tensor that this may take."""
-TABLE_BARS = {"topk", "dgc", "redsync"}
-"""Contestants whose error table must be cheap (that of one threshold more or less has no bar)."""
+TABLE_TARGETS = {"topk", "dgc", "redsync"}
+"""Contestants whose error table must be cheap (that of one threshold more or less has no target)."""
 TABLE_LEVELS = 100
-TABLE_PASSES_BAR = 1.5  # of the compress pass
-TABLE_SPEEDUP_BAR = 100.0  # over compressing at each level
+TABLE_PASSES_TARGET = 1.5  # of the compress pass
+TABLE_SPEEDUP_TARGET = 100.0  # over compressing at each level
 MULTI_LEVEL: dict[str, Compressor] = {
     "topk": TopK(density=0.1),
     "dgc": DGC(density=0.1),
@@ -62,7 +62,7 @@ MULTI_LEVEL: dict[str, Compressor] = {
     "randomk": RandomK(density=0.1),
 }
 """Compressors that are MultiLevel; compression factor 10, then 1000."""
-MULTI_LEVEL_BAR = 1.0
+MULTI_LEVEL_TARGET = 1.0
 PAPERS_MULTI_LEVEL = "1.1-1.83"
 QUANTIZERS = (
     "qsgd",
@@ -75,11 +75,11 @@ QUANTIZERS = (
     "alq",
     "amq",
 )
-QUANTIZE_BARS = {"compress": 15.0, "decompress": 8.0}  # qsgd at 4 bits, in copies
-COPIES_BAR = 8.0
-SPEEDUP_BAR = 15.0
-BITS_BARS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
-SMALL_LAYER_BAR = 15.0  # microseconds
+QUANTIZE_TARGETS = {"compress": 15.0, "decompress": 8.0}  # qsgd at 4 bits, in copies
+COPIES_TARGET = 8.0
+SPEEDUP_TARGET = 15.0
+BITS_TARGETS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
+SMALL_LAYER_TARGET = 15.0  # microseconds
 RANKS = 4
 WITH_SPECTRUM = "bf16 + spectrum"
 DENSITIES = (0.001, 0.01, 0.1)
@@ -383,22 +383,24 @@ def print_large(numel: int, density: float, figures: dict[str, dict[str, float]]
 
 
 def missed_of_sparse(large: dict[str, dict[str, float]], small: dict[str, float]) -> list[str]:
-    """Bars of one layer in all value formats, and of small layers."""
+    """Targets of one layer in all value formats, and of small layers."""
     found = []
     for name in (*ValueFormat.__members__, WITH_SPECTRUM):
         row = large[name]
-        if row["copies"] > COPIES_BAR:
-            found.append(f"{name}: {row['copies']:.1f} copies, bar {COPIES_BAR}")
-        if row["speedup"] < SPEEDUP_BAR:
-            found.append(f"{name}: {row['speedup']:.1f} x torch.topk, bar {SPEEDUP_BAR}")
+        if row["copies"] > COPIES_TARGET:
+            found.append(f"{name}: {row['copies']:.1f} copies, target {COPIES_TARGET}")
+        if row["speedup"] < SPEEDUP_TARGET:
+            found.append(f"{name}: {row['speedup']:.1f} x torch.topk, target {SPEEDUP_TARGET}")
     for values in ValueFormat:
         row = large[values.name]
-        if row["bits"] > BITS_BARS.get(values, math.inf):
-            found.append(f"{values.name}: {row['bits']:.2f} bits a value, bar {BITS_BARS[values]}")
+        if row["bits"] > BITS_TARGETS.get(values, math.inf):
+            found.append(
+                f"{values.name}: {row['bits']:.2f} bits a value, target {BITS_TARGETS[values]}"
+            )
         if not 1.0 <= row["bound"] <= 1.03:
             found.append(f"{values.name}: planners are told {row['bound']:.3f} of the bytes sent")
-    if small["compress"] > SMALL_LAYER_BAR:
-        found.append(f"small layers: {small['compress']:.1f} us each, bar {SMALL_LAYER_BAR}")
+    if small["compress"] > SMALL_LAYER_TARGET:
+        found.append(f"small layers: {small['compress']:.1f} us each, target {SMALL_LAYER_TARGET}")
     return found
 
 
@@ -407,24 +409,26 @@ def missed_of_rules(
     levels: dict[str, dict[str, float]],
     quantizers: dict[str, dict[str, float]],
 ) -> list[str]:
-    """Bars of the passes, the error tables, multi-level compression and QSGD."""
+    """Targets of the passes, the error tables, multi-level compression and QSGD."""
     found = []
-    for name, (_, bar) in CONTESTANTS.items():
-        if ruled[name]["copies"] > bar:
-            found.append(f"{name}: {ruled[name]['copies']:.1f} copies, bar {bar}")
-    for name in sorted(TABLE_BARS):
+    for name, (_, target) in CONTESTANTS.items():
+        if ruled[name]["copies"] > target:
+            found.append(f"{name}: {ruled[name]['copies']:.1f} copies, target {target}")
+    for name in sorted(TABLE_TARGETS):
         passes, speedup = ruled[name]["table_passes"], ruled[name]["table_speedup"]
-        if passes > TABLE_PASSES_BAR:
-            found.append(f"{name}: an error table is {passes:.2f} passes, bar {TABLE_PASSES_BAR}")
-        if speedup < TABLE_SPEEDUP_BAR:
-            found.append(f"{name}: an error table is {speedup:.0f} x faster, bar {TABLE_SPEEDUP_BAR}")
+        if passes > TABLE_PASSES_TARGET:
+            found.append(f"{name}: an error table is {passes:.2f} passes, target {TABLE_PASSES_TARGET}")
+        if speedup < TABLE_SPEEDUP_TARGET:
+            found.append(
+                f"{name}: an error table is {speedup:.0f} x faster, target {TABLE_SPEEDUP_TARGET}"
+            )
     for name, row in levels.items():
-        if row["speedup"] <= MULTI_LEVEL_BAR:
+        if row["speedup"] <= MULTI_LEVEL_TARGET:
             speedup = row["speedup"]
-            found.append(f"{name}: multi-level is {speedup:.2f} x as fast, bar {MULTI_LEVEL_BAR}")
-    for key, bar in QUANTIZE_BARS.items():
-        if quantizers["qsgd"][key] > bar:
-            found.append(f"qsgd: {key} takes {quantizers['qsgd'][key]:.1f} copies, bar {bar}")
+            found.append(f"{name}: multi-level is {speedup:.2f} x as fast, target {MULTI_LEVEL_TARGET}")
+    for key, target in QUANTIZE_TARGETS.items():
+        if quantizers["qsgd"][key] > target:
+            found.append(f"qsgd: {key} takes {quantizers['qsgd'][key]:.1f} copies, target {target}")
     return found
 
 
@@ -462,10 +466,10 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """The bars that were not met."""
+    """The targets that were not met."""
     found = missed_of_sparse(figures["large"]["0.01"], figures["small_layers_us"])
     return found + missed_of_rules(figures["rules"], figures["multi_level"], figures["quantizers"])
 
 
 if __name__ == "__main__":
-    sys.exit(cells.tables(__doc__, "kernels", measure, missed))
+    sys.exit(command_line.tables(__doc__, "kernels", measure, missed))

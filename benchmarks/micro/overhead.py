@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
-STEP_BAR = 1.03
-SHARE_BAR = 0.05
+STEP_TARGET = 1.03
+SHARE_TARGET = 0.05
 RANKS = 2
 ROUNDS, BLOCK = 20, 10
 """Turns of each optimizer, and steps in a turn."""
@@ -219,7 +219,7 @@ def work(title: str, quick: bool, out: Path) -> None:
 
 
 def measure(wanted: list[str], figures: dict[str, Any], out: Path | None) -> None:
-    """Add each cell to ``figures``, and to the file, as soon as it is measured."""
+    """Add each grid point to ``figures``, and to the file, as soon as it is measured."""
     torch.set_num_threads(1)
     for name in wanted:
         print(f"{name} ...", flush=True)
@@ -278,7 +278,7 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
         for row, name in enumerate(METHODS.values()):
             left.barh(place + 0.4 * row, found["ratio"][name], 0.35, color=f"C{row}", label=name)
     left.axvline(1, color="black", linestyle=":", label="stock Horovod")
-    left.axvline(STEP_BAR, color="red", linestyle=":", label="bar of none")
+    left.axvline(STEP_TARGET, color="red", linestyle=":", label="target of none")
     left.set_yticks([place + 0.2 for place in range(len(figures["steps"]))], list(figures["steps"]))
     left.set(xlabel="step, of stock Horovod's")
     handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
@@ -297,14 +297,14 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
 
 
 def missed(figures: Mapping[str, Any]) -> list[str]:
-    """The bars that are not met."""
+    """The targets that are not met."""
     found = [
         f"{title}: none takes {row['ratio']['none']:.3f} x stock Horovod's step"
         for title, row in figures["steps"].items()
-        if row["ratio"]["none"] > STEP_BAR
+        if row["ratio"]["none"] > STEP_TARGET
     ]
     part = share(figures, "topk")
-    if part is not None and part > SHARE_BAR:
+    if part is not None and part > SHARE_TARGET:
         found.append(f"the calls of topk are {part:.1%} of the step")
     return found
 
@@ -312,10 +312,10 @@ def missed(figures: Mapping[str, Any]) -> list[str]:
 def main() -> int:
     """Command line."""
     names = [*MODELS, *CALLS]
-    options = cells.parser(__doc__, names, "overhead")
+    options = command_line.parser(__doc__, names, "overhead")
     options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args()
-    wanted = cells.chosen(options, args.only, names)
+    wanted = command_line.chosen(options, args.only, names)
     if args.worker:
         work(wanted[0], args.quick, args.worker)
         return 0
@@ -328,7 +328,7 @@ def main() -> int:
     def tell() -> None:
         print(report.table(step_rows(figures)), report.table(call_rows(figures)), sep="\n\n")
 
-    return cells.complete(
+    return command_line.complete(
         (lambda: measure(wanted, figures, out)) if wanted else None,
         tell,
         lambda: [] if args.quick else missed(figures),  # few steps say nothing

@@ -11,7 +11,7 @@ which some take longer to compress, and by noise.
     python -m benchmarks.micro.planning_cost          # starts its own ranks; results/planning_cost.json
     python -m benchmarks.micro.planning_cost --check  # measures nothing; exit code 1 if one is over 1 %
     python -m benchmarks.micro.planning_cost --only "ResNet, topk" --fresh
-    python -m benchmarks.micro.planning_cost --quick  # one small model, for the tests; no bar, no file
+    python -m benchmarks.micro.planning_cost --quick  # one small model; no target, no file
 
 Cases that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
 """
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
-BAR = 0.01
+TARGET = 0.01
 BEFORE, AFTER = 7, 3
 """Steps around the last one under the old plan: averages, the planner's thread, the change."""
 
@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", help="one case, by name")
     parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
-    cells.quick_or_check(parser)
+    command_line.quick_or_check(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = QUICK if options.quick else CASES
@@ -227,7 +227,7 @@ def main() -> int:
             if not options.quick:
                 report.write("planning_cost", {"cases": done})
 
-    return cells.complete(
+    return command_line.complete(
         measure,
         lambda: show(done),
         lambda: [] if options.quick else missed(done),  # few steps say nothing
@@ -236,11 +236,11 @@ def main() -> int:
 
 
 def missed(cases: dict[str, Any]) -> list[str]:
-    """Where planning takes more than the bar."""
+    """Where planning takes more than the target."""
     return [
-        f"{name}: {row['planning']:.2%}, bar {BAR:.0%}"
+        f"{name}: {row['planning']:.2%}, target {TARGET:.0%}"
         for name, row in cases.items()
-        if row["planning"] > BAR
+        if row["planning"] > TARGET
     ]
 
 

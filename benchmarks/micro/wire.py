@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.harness import cells
+from benchmarks.harness import command_line
 from benchmarks.report import report
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.distributions import Norm
@@ -45,16 +45,16 @@ LEARNT = {
 }
 """Schemes of learnt levels."""
 FIXED = "ALQ without 0, max"
-"""The scheme that the bar is on: it is about equal widths, so about what is best at a fixed width."""
+"""The scheme with a target: that is about equal widths, so about what is best at a fixed width."""
 HUFFMAN = {
     "alq, l2": "alq:norm=l2",
     "alq": "alq",
     "alq without 0": "alq:zero=false",
     "amq": "amq",
 }
-"""Members with Huffman coding; of ``alq`` as it is there is a bar."""
-POSITION_BAR = 1.03
-HUFFMAN_BAR = 1.02
+"""Members with Huffman coding; of ``alq`` as it is there is a target."""
+POSITION_TARGET = 1.03
+HUFFMAN_TARGET = 1.02
 DENSITIES = (0.1, 0.01, 0.001)
 BITS = 3
 BLOCK = 512
@@ -227,7 +227,7 @@ def coded(taken: list[list[Tensor]], spec: str) -> dict[str, float]:
         "bits": 8 * body.numel() / x.numel(),
         "fixed": BITS + 32 / BLOCK,
         "entropy": entropy,
-        "bar": HUFFMAN_BAR * entropy + 32 / BLOCK,
+        "bar": HUFFMAN_TARGET * entropy + 32 / BLOCK,
         "variance": variance(layers, state.table(BITS), norm),
     }
 
@@ -253,12 +253,12 @@ def _entropy(layers: list[Tensor], outs: list[Tensor], table: np.ndarray, norm: 
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """The bars that were not met."""
+    """The targets that were not met."""
     found = []
     for density, row in figures["positions"].items():
-        if row["ratio"] > POSITION_BAR:
+        if row["ratio"] > POSITION_TARGET:
             found.append(
-                f"positions at {density}: {row['ratio']:.3f} of the entropy, bar {POSITION_BAR}"
+                f"positions at {density}: {row['ratio']:.3f} of the entropy, target {POSITION_TARGET}"
             )
     for model, row in figures["variance"].items():
         for other in ("QSGD", "QSGDinf", "NUQSGD", "AMQ", "AMQ, max"):
@@ -268,7 +268,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
                 )
     for name, row in figures["huffman"].items():
         if row["bits"] > min(row["bar"], row["fixed"]):
-            found.append(f"{name}: {row['bits']:.3f} bits an element, bar {row['bar']:.3f}")
+            found.append(f"{name}: {row['bits']:.3f} bits an element, target {row['bar']:.3f}")
     return found
 
 
@@ -303,4 +303,4 @@ def show(title: str, rows: dict[str, Any], turned: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cells.tables(__doc__, "wire", measure, missed))
+    sys.exit(command_line.tables(__doc__, "wire", measure, missed))

@@ -34,8 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import cells as command_line
-from benchmarks.harness import lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
 HOSTS = 4
@@ -51,9 +50,9 @@ SETTLE = 30
 FOLLOW = 20
 """Steps within which the monitor must follow a change."""
 
-SHARE_BAR = 0.9
-ERROR_BAR = 0.15
-TRAFFIC_BAR = 0.05
+SHARE_TARGET = 0.9
+ERROR_TARGET = 0.15
+TRAFFIC_TARGET = 0.05
 
 TOPK = "topk:density={density:.6g},values=fp32"
 KIMAD = f"seconds={SECONDS:g},period=5,warmup=10"
@@ -62,7 +61,7 @@ PAPER = {"seconds": 0.80}
 
 
 @dataclass(frozen=True)
-class Cell:
+class TracePoint:
     """One training.
 
     Args:
@@ -80,12 +79,12 @@ class Cell:
     steps: int = 200
 
 
-CELLS = {
-    "monitor": Cell(f"kimad:{KIMAD},share=0", changes={60: 60, 110: 200}, steps=160),
-    "uneven": Cell(f"kimad:{KIMAD},share=0", rates=(200, 200, 200, 50), steps=90),
-    "kimad": Cell(f"kimad:{KIMAD}", pattern=True, steps=450),
-    "ef21": Cell(None, pattern=True, steps=650),
-    "kimad+": Cell(f"kimad+:{KIMAD}", pattern=True, steps=450),
+POINTS = {
+    "monitor": TracePoint(f"kimad:{KIMAD},share=0", changes={60: 60, 110: 200}, steps=160),
+    "uneven": TracePoint(f"kimad:{KIMAD},share=0", rates=(200, 200, 200, 50), steps=90),
+    "kimad": TracePoint(f"kimad:{KIMAD}", pattern=True, steps=450),
+    "ef21": TracePoint(None, pattern=True, steps=650),
+    "kimad+": TracePoint(f"kimad+:{KIMAD}", pattern=True, steps=450),
 }
 WIDTH = 1024
 MODEL = ["--preset", "mlp-fashion", "--width", str(WIDTH), "--lr", "0.01", "--feedback", "ef21"]
@@ -122,35 +121,35 @@ class Log:
         ]
 
 
-def measure(hosts: lab.Lab, cell: Cell, density: float) -> dict[str, Any]:
+def measure(hosts: lab.Lab, point: TracePoint, density: float) -> dict[str, Any]:
     """One training; what is stored of it."""
-    planner = ["--planner", cell.planner] if cell.planner else []
+    planner = ["--planner", point.planner] if point.planner else []
     compression = ["--compression", TOPK.format(density=density)]
-    rates = itertools.cycle(cell.rates)
+    rates = itertools.cycle(point.rates)
     for number, rate in zip(range(hosts.hosts), rates, strict=False):
         hosts.set_rate(f"{rate}mbit", f"h{number + 1}")
     with tempfile.TemporaryDirectory() as folder:
         log, set_rates = Log(Path(folder)), Path(folder) / "rates.csv"
-        steps = ["--steps", str(cell.steps), "--logdir", folder]
+        steps = ["--steps", str(point.steps), "--logdir", folder]
         job = hosts.start([*MODEL, *compression, *planner, *steps], seconds=500)
         log.wait_for(0, job)
         changes = []
-        if cell.pattern:
+        if point.pattern:
             with hosts.trace(TRACE, set_rates):
                 found = job.results()[0]
         else:
-            for step, rate in cell.changes.items():
+            for step, rate in point.changes.items():
                 log.wait_for(step, job)
                 hosts.set_rate(f"{rate}mbit")
                 changes.append((time.time(), rate))
             found = job.results()[0]
         figures = _figures(found, log, changes, _rates_of(set_rates))
-        return {"setting": setting(cell), "density": density, **figures}
+        return {"setting": setting(point), "density": density, **figures}
 
 
-def setting(cell: Cell) -> str:
-    """What makes two measurements of a cell comparable."""
-    return f"{cell} {TRACE} {' '.join(MODEL)}"
+def setting(point: TracePoint) -> str:
+    """What makes two measurements of a grid point comparable."""
+    return f"{point} {TRACE} {' '.join(MODEL)}"
 
 
 def _figures(
@@ -242,11 +241,11 @@ def followed(estimates: Sequence[Sequence[float]], rate: float, start: int, end:
     """How well estimates fit a rate that held from one step to another.
 
     Returns:
-        ``steps`` until the first estimate within the bar, ``error`` of the median and ``worst`` of all
-        estimates from :data:`FOLLOW` steps after the start.
+        ``steps`` until the first estimate within the target, ``error`` of the median and ``worst`` of
+        all estimates from :data:`FOLLOW` steps after the start.
     """
     errors = [(step - start, value / tcp(rate) - 1) for step, value in estimates if start <= step < end]
-    near = [steps for steps, error in errors if abs(error) <= ERROR_BAR]
+    near = [steps for steps, error in errors if abs(error) <= ERROR_TARGET]
     late = [error for steps, error in errors if steps >= FOLLOW]
     return {
         "rate": rate,
@@ -259,7 +258,7 @@ def followed(estimates: Sequence[Sequence[float]], rate: float, start: int, end:
 
 def segments(name: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rates of a run in turn, and how its estimates fit them; the slowest link counts."""
-    slowest = min(CELLS[name].rates)
+    slowest = min(POINTS[name].rates)
     starts = [(0, slowest), *figures["changes"]]
     ends = [step for step, _ in starts[1:]] + [len(figures["step_seconds"])]
     return [
@@ -282,17 +281,17 @@ def kept(figures: Mapping[str, Any]) -> float:
     return statistics.mean(seconds <= SECONDS for seconds in counted(figures))
 
 
-def rows_of(cells: Mapping[str, Any]) -> list[list[object]]:
+def rows_of(points: Mapping[str, Any]) -> list[list[object]]:
     """The table of the runs under the pattern."""
     rows: list[list[object]] = [
         ["", f"steps within {SECONDS:g} s", "mean step", "median step", "MB a step", "accuracy after"]
     ]
-    for name in (name for name in cells if CELLS[name].pattern):
-        figures = cells[name]
+    for name in (name for name in points if POINTS[name].pattern):
+        figures = points[name]
         seconds = counted(figures)
         rows.append(
             [
-                name if CELLS[name].planner else f"{name} at {figures['density']:.2%}",
+                name if POINTS[name].planner else f"{name} at {figures['density']:.2%}",
                 f"{kept(figures):.1%}",
                 f"{1e3 * statistics.mean(seconds):.0f} ms",
                 f"{1e3 * statistics.median(seconds):.0f} ms",
@@ -303,11 +302,11 @@ def rows_of(cells: Mapping[str, Any]) -> list[list[object]]:
     return rows
 
 
-def monitor_rows(cells: Mapping[str, Any]) -> list[list[object]]:
+def monitor_rows(points: Mapping[str, Any]) -> list[list[object]]:
     """The table of what was estimated where rates are known."""
     rows: list[list[object]] = [["", "slowest link", "followed after", "error, median", "error, worst"]]
-    for name in (name for name in cells if not CELLS[name].pattern):
-        for part in segments(name, cells[name]):
+    for name in (name for name in points if not POINTS[name].pattern):
+        for part in segments(name, points[name]):
             rows.append(
                 [
                     name,
@@ -319,60 +318,60 @@ def monitor_rows(cells: Mapping[str, Any]) -> list[list[object]]:
     return rows
 
 
-def show(cells: Mapping[str, Any]) -> None:
+def show(points: Mapping[str, Any]) -> None:
     """Both tables, and the paper's numbers beside."""
-    for rows in (monitor_rows(cells), rows_of(cells)):
+    for rows in (monitor_rows(points), rows_of(points)):
         if len(rows) > 1:
             print(report.table(rows) + "\n")
-    if {"kimad", "ef21"} <= set(cells):
-        ratio = seconds_ratio(cells)
+    if {"kimad", "ef21"} <= set(points):
+        ratio = seconds_ratio(points)
         print(f"Kimad's mean step is {ratio:.2f} of EF21's (paper: {PAPER['seconds']:.2f})")
 
 
-def seconds_ratio(cells: Mapping[str, Any]) -> float:
+def seconds_ratio(points: Mapping[str, Any]) -> float:
     """Kimad's mean step over EF21's."""
-    kimad, ef21 = (statistics.mean(counted(cells[name])) for name in ("kimad", "ef21"))
+    kimad, ef21 = (statistics.mean(counted(points[name])) for name in ("kimad", "ef21"))
     return float(kimad / ef21)
 
 
-def missed(cells: Mapping[str, Any]) -> list[str]:
-    """The bars that are missed, in words."""
-    found = [f"{name} was not measured" for name in CELLS if name not in cells]
-    for name in (name for name in cells if not CELLS[name].pattern):
-        for part in segments(name, cells[name]):
-            if part["error"] is None or abs(part["error"]) > ERROR_BAR:
+def missed(points: Mapping[str, Any]) -> list[str]:
+    """The targets that are missed, in words."""
+    found = [f"{name} was not measured" for name in POINTS if name not in points]
+    for name in (name for name in points if not POINTS[name].pattern):
+        for part in segments(name, points[name]):
+            if part["error"] is None or abs(part["error"]) > ERROR_TARGET:
                 found.append(f"{name}: the estimate at {part['rate']} Mbit/s is {part['error']} off")
-    for part in segments("monitor", cells["monitor"])[1:] if "monitor" in cells else []:
+    for part in segments("monitor", points["monitor"])[1:] if "monitor" in points else []:
         if part["steps"] is None or part["steps"] > FOLLOW:
             found.append(f"monitor: {part['rate']} Mbit/s were seen after {part['steps']} steps")
-    if "kimad" in cells and kept(cells["kimad"]) < SHARE_BAR:
-        found.append(f"kimad kept its time in {kept(cells['kimad']):.1%} of the steps")
-    if {"kimad", "ef21"} <= set(cells):
-        if kept(cells["ef21"]) >= SHARE_BAR:
-            found.append(f"ef21 kept the time in {kept(cells['ef21']):.1%} of the steps, too")
-        if abs(cells["ef21"]["traffic"] / cells["kimad"]["traffic"] - 1) > TRAFFIC_BAR:
+    if "kimad" in points and kept(points["kimad"]) < SHARE_TARGET:
+        found.append(f"kimad kept its time in {kept(points['kimad']):.1%} of the steps")
+    if {"kimad", "ef21"} <= set(points):
+        if kept(points["ef21"]) >= SHARE_TARGET:
+            found.append(f"ef21 kept the time in {kept(points['ef21']):.1%} of the steps, too")
+        if abs(points["ef21"]["traffic"] / points["kimad"]["traffic"] - 1) > TRAFFIC_TARGET:
             found.append("ef21 did not send as much as kimad")
     return found
 
 
-def draw(cells: Mapping[str, Any], path: Path) -> None:
+def draw(points: Mapping[str, Any], path: Path) -> None:
     """Step times and estimates under the pattern."""
     plt = report.pyplot()
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, constrained_layout=True)
     for name in ("ef21", "kimad"):
-        if name in cells:
-            seconds = cells[name]["step_seconds"]
+        if name in points:
+            seconds = points[name]["step_seconds"]
             above.plot(list(itertools.accumulate(seconds)), seconds, ".", markersize=3, label=name)
     above.axhline(SECONDS, color="black", linewidth=0.8)
     above.set(ylabel="seconds of a step", yscale="log")
     above.legend()
-    if "kimad" in cells:
-        moments, rates = zip(*cells["kimad"]["rates"], strict=True)
-        ends = list(itertools.accumulate(cells["kimad"]["step_seconds"]))
+    if "kimad" in points:
+        moments, rates = zip(*points["kimad"]["rates"], strict=True)
+        ends = list(itertools.accumulate(points["kimad"]["step_seconds"]))
         below.step(
             moments, [tcp(rate / 1e6) / 1e6 for rate in rates], where="post", label="TCP can get"
         )
-        steps, values = zip(*cells["kimad"]["estimates"], strict=True)
+        steps, values = zip(*points["kimad"]["estimates"], strict=True)
         below.plot([ends[step] for step in steps], [v / 1e6 for v in values], label="Kimad's estimate")
         below.legend()
     below.set(xlabel="seconds", ylabel="MB a second")
@@ -383,66 +382,70 @@ def draw(cells: Mapping[str, Any], path: Path) -> None:
 # --- the program --------------------------------------------------------------------------------------
 
 
-def measure_all(names: Sequence[str], cells: dict[str, Any], out: Path | None, quick: bool) -> None:
-    """Measures the cells and stores each at once."""
+def measure_all(names: Sequence[str], points: dict[str, Any], out: Path | None, quick: bool) -> None:
+    """Measures the grid points and stores each at once."""
     with lab.Lab(2 if quick else HOSTS, "200mbit") as hosts:
         for name in names:
             density = 0.03
             if name == "ef21":
-                density = density_of(cells["kimad"]["traffic"])
+                density = density_of(points["kimad"]["traffic"])
             started = time.monotonic()
-            cell = Cell("kimad:seconds=0.5,period=5,warmup=5", steps=40) if quick else CELLS[name]
-            cells[name] = measure(hosts, cell, density)
+            point = (
+                TracePoint("kimad:seconds=0.5,period=5,warmup=5", steps=40) if quick else POINTS[name]
+            )
+            points[name] = measure(hosts, point, density)
             if out is not None:
-                report.write(out.stem, content(cells), out.parent)
+                report.write(out.stem, content(points), out.parent)
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
-def content(cells: Mapping[str, Any]) -> dict[str, Any]:
+def content(points: Mapping[str, Any]) -> dict[str, Any]:
     """What the file holds: settings, figures, and the trainings themselves."""
     summary: dict[str, Any] = {
-        name: {"kept": kept(cells[name]), "mean step": statistics.mean(counted(cells[name]))}
-        for name in cells
-        if CELLS[name].pattern
+        name: {"kept": kept(points[name]), "mean step": statistics.mean(counted(points[name]))}
+        for name in points
+        if POINTS[name].pattern
     }
-    summary |= {name: segments(name, cells[name]) for name in cells if not CELLS[name].pattern}
-    if {"kimad", "ef21"} <= set(cells):
-        summary["kimad over ef21"] = seconds_ratio(cells)
+    summary |= {name: segments(name, points[name]) for name in points if not POINTS[name].pattern}
+    if {"kimad", "ef21"} <= set(points):
+        summary["kimad over ef21"] = seconds_ratio(points)
     settings = {"hosts": HOSTS, "seconds": SECONDS, "trace": TRACE, "model": " ".join(MODEL)}
-    return {"settings": settings, "paper": PAPER, "summary": summary, "cells": dict(cells)}
+    return {"settings": settings, "paper": PAPER, "summary": summary, "cells": dict(points)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = command_line.parser(__doc__, CELLS, "bandwidth_trace")
+    parser = command_line.parser(__doc__, POINTS, "bandwidth_trace")
     args = parser.parse_args(arguments)
-    names = command_line.chosen(parser, args.only, CELLS)
+    names = command_line.chosen(parser, args.only, POINTS)
     if args.quick:
         return smoke()
     held = json.loads(args.out.read_text())["cells"] if args.out.exists() else {}
     fitting = {
-        name: cell for name, cell in CELLS.items() if held.get(name, {}).get("setting") == setting(cell)
+        name: point
+        for name, point in POINTS.items()
+        if held.get(name, {}).get("setting") == setting(point)
     }
-    cells = {name: held[name] for name in fitting}
-    todo = [name for name in names if args.redo or name not in cells]
-    if "ef21" in todo and "kimad" not in {*cells, *todo}:
+    points = {name: held[name] for name in fitting}
+    todo = [name for name in names if args.redo or name not in points]
+    if "ef21" in todo and "kimad" not in {*points, *todo}:
         todo.insert(0, "kimad")  # it sends as much as that
 
     def tell() -> None:
-        if cells:
-            show(cells)
-            draw(cells, args.out.with_suffix(".png"))
+        if points:
+            show(points)
+            draw(points, args.out.with_suffix(".png"))
 
-    measure = partial(measure_all, todo, cells, args.out, quick=False) if todo else None
-    return command_line.complete(measure, tell, lambda: missed(cells), args.check)
+    measure = partial(measure_all, todo, points, args.out, quick=False) if todo else None
+    return command_line.complete(measure, tell, lambda: missed(points), args.check)
 
 
 def smoke() -> int:
     """A short run on two hosts; 1 if it estimated nothing."""
-    cells: dict[str, Any] = {}
-    measure_all(["monitor"], cells, None, quick=True)
-    print(f"{len(cells['monitor']['estimates'])} estimates")
-    return 0 if cells["monitor"]["estimates"] else 1
+    points: dict[str, Any] = {}
+    measure_all(["monitor"], points, None, quick=True)
+    print(f"{len(points['monitor']['estimates'])} estimates")
+    return 0 if points["monitor"]["estimates"] else 1
 
 
 if __name__ == "__main__":

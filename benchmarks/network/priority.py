@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
 CORES = 2
@@ -34,7 +34,7 @@ METHODS = {
 SETTLE = 8
 LAUNCHES = 4
 # Where it cannot help, it must not harm: the median launch, of that of hvd.init().
-BAR = 1.03
+TARGET = 1.03
 
 
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, launches: int) -> None:
@@ -98,15 +98,15 @@ def missed(cases: dict[str, Any]) -> list[str]:
         f"{title}, {method}: hva.init() takes {1 / gain(starts):.2f} x the step of hvd.init()"
         for title, methods in cases.items()
         for method, starts in methods.items()
-        if gain(starts) * BAR < 1
+        if gain(starts) * TARGET < 1
     ]
 
 
 def main() -> int:
     """Command line."""
-    options = cells.parser(__doc__, RANKS, "priority")
+    options = command_line.parser(__doc__, RANKS, "priority")
     args = options.parse_args()
-    wanted = cells.chosen(options, args.only, RANKS)
+    wanted = command_line.chosen(options, args.only, RANKS)
     out = None if args.quick else args.out
     cases = load(out)
     if args.quick:
@@ -115,7 +115,7 @@ def main() -> int:
         wanted = [title for title in wanted if title not in cases]
 
     launches = 1 if args.quick else LAUNCHES
-    return cells.complete(
+    return command_line.complete(
         (lambda: measure(wanted, cases, out, launches)) if wanted else None,
         lambda: print(report.table(rows(cases))),
         lambda: [] if args.quick else missed(cases),  # one launch says nothing

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.network.scaling_model import (
     Line,
     Method,
@@ -73,8 +73,8 @@ POINT_SECONDS = 0.7
 HELD_OUT_SIZE = {"allreduce": 1 << 20, "allgather": 256 << 10}
 HELD_OUT_RANKS = 8
 """Fits see fewer ranks than these, and not the size above."""
-ERROR_BAR = 0.20
-BUSY_BAR = 0.10
+ERROR_TARGET = 0.20
+BUSY_TARGET = 0.10
 """Of the cores: where others take more, the figures are worth little."""
 
 FAR = 1024
@@ -194,7 +194,7 @@ def measure(
                     continue
                 busy.append(round(busy_elsewhere(), 3))
                 print(f"{network}, {number} rank(s): {len(missing)} points", end=" ", flush=True)
-                if busy[-1] > BUSY_BAR:
+                if busy[-1] > BUSY_TARGET:
                     print(f"(others keep {busy[-1]:.0%} of the cores busy)", end=" ", flush=True)
                 for point in jobs.run(network, number, missing, seconds):
                     scheme, size = point["scheme"], str(point["bytes"])
@@ -286,10 +286,10 @@ class Division:
 def divide(found: Seconds, network: str, scheme: str, cores: int) -> Division:
     """By rules that look at no residual: see `limited_by_link` and the constants above."""
     collective, _ = COLLECTIVES[scheme]
-    alone = {(p.ranks, p.nbytes): p.seconds for p in points_of(found, UNLIMITED, scheme)}
+    compute_only = {(p.ranks, p.nbytes): p.seconds for p in points_of(found, UNLIMITED, scheme)}
     division = Division([], [], [])
     for point in points_of(found, network, scheme):
-        machine = alone.get((point.ranks, point.nbytes), math.inf)
+        machine = compute_only.get((point.ranks, point.nbytes), math.inf)
         smallest = SIZES[collective][0]
         if not limited_by_link(point, machine, RATES[network], cores, smallest):
             division.left_out.append(point)
@@ -415,8 +415,8 @@ def show(figures: dict[str, Any]) -> None:
         for scheme, sizes in schemes.items():
             for size in sorted(sizes, key=int):
                 row = sizes[size]
-                cells = [1e3 * row[str(n)] if str(n) in row else "-" for n in numbers]
-                rows.append([scheme, int(size) // 1024, *cells])
+                points = [1e3 * row[str(n)] if str(n) in row else "-" for n in numbers]
+                rows.append([scheme, int(size) // 1024, *points])
         report.show(rows)
     show_fits(figures["fits"])
     rows = [["one core, ns an element", "compress", "decompress, a payload", "add", "bytes sent"]]
@@ -452,16 +452,16 @@ def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
     for model, by_rate in many.items():
         rows: list[list[object]] = [[f"{model} parameters: ms", *by_rate]]
         for name in next(iter(by_rate.values()))["ms"]:
-            cells = [each["ms"][name] for each in by_rate.values()]
-            rows.append([name, *(f"{c['network ms']:,.0f} + {c['one core ms']:,.0f}" for c in cells)])
+            points = [each["ms"][name] for each in by_rate.values()]
+            rows.append([name, *(f"{c['network ms']:,.0f} + {c['one core ms']:,.0f}" for c in points)])
         for title, kinds in (("fastest that there is", THERE), ("fastest of all", THERE + COULD_BE)):
             rows.append([title, *(_fastest(each["ms"], kinds) for each in by_rate.values())])
         report.show(rows)
         rows = [["slower than fp16's ring from so many ranks on (network alone)", *by_rate]]
         for name in next(iter(by_rate.values()))["loses from"]:
-            cells = [each["loses from"][name] for each in by_rate.values()]
+            points = [each["loses from"][name] for each in by_rate.values()]
             rows.append(
-                [name, *(f"{_ranks(c['in all'])} ({_ranks(c['network alone'])})" for c in cells)]
+                [name, *(f"{_ranks(c['in all'])} ({_ranks(c['network alone'])})" for c in points)]
             )
         report.show(rows)
     print(to_build_next(many))
@@ -470,10 +470,10 @@ def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
 def to_build_next(many: dict[str, Any]) -> str:
     """What the tables of many ranks say of schemes that do not exist yet."""
     kinds = ("allgather", *COULD_BE)
-    cells = [each["ms"] for by_rate in many.values() for each in by_rate.values()]
-    payloads = [name.removesuffix(kinds[0]) for name in cells[0] if name.endswith(kinds[0])]
+    points = [each["ms"] for by_rate in many.values() for each in by_rate.values()]
+    payloads = [name.removesuffix(kinds[0]) for name in points[0] if name.endswith(kinds[0])]
     wins: dict[str, list[str]] = {kind: [] for kind in kinds}
-    for milliseconds in cells:
+    for milliseconds in points:
         for payload in payloads:
             kind = _fastest(milliseconds, [payload + kind for kind in kinds]).removeprefix(payload)
             wins[kind].append(payload.removesuffix(", "))
@@ -483,7 +483,7 @@ def to_build_next(many: dict[str, Any]) -> str:
     ]
     best = max(wins, key=lambda kind: len(wins[kind]))
     verdict = "nothing has to be built" if best == kinds[0] else f"`{best}` is to be built next"
-    number = len(cells) * len(payloads)
+    number = len(points) * len(payloads)
     return (
         f"Fastest scheme for gathered payloads at {FAR:,} ranks, in {number} cases: "
         f"{', '.join(counts)}: {verdict}."
@@ -504,12 +504,12 @@ def _ranks(number: int | None) -> str:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """The bars that were not met."""
+    """The targets that were not met."""
     found = [
-        f"{scheme} on {network}: the model is {row['mean error']:.0%} off, bar {ERROR_BAR:.0%}"
+        f"{scheme} on {network}: the model is {row['mean error']:.0%} off, target {ERROR_TARGET:.0%}"
         for scheme, networks in figures["fits"].items()
         for network, row in networks.items()
-        if row["mean error"] > ERROR_BAR
+        if row["mean error"] > ERROR_TARGET
     ]
     found += [
         f"{scheme} on {network}: too few points for a model and its trial"
@@ -518,8 +518,10 @@ def missed(figures: dict[str, Any]) -> list[str]:
         if network not in figures["fits"].get(scheme, {})
     ]
     busy = max(figures["others busy"], default=0.0)
-    if busy > BUSY_BAR:
-        found.append(f"others kept up to {busy:.0%} of the cores busy, bar {BUSY_BAR:.0%}: run --fresh")
+    if busy > BUSY_TARGET:
+        found.append(
+            f"others kept up to {busy:.0%} of the cores busy, target {BUSY_TARGET:.0%}: run --fresh"
+        )
     return found
 
 
@@ -598,9 +600,9 @@ def quick() -> int:
 
 
 def main() -> int:
-    """Run all, print, write; with --check only compare what was written with the bars."""
+    """Run all, print, write; with --check only compare what was written with the targets."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    cells.quick_or_check(parser)
+    command_line.quick_or_check(parser)
     parser.add_argument("--fresh", action="store_true", help="measure all again")
     parser.add_argument(
         "--networks", nargs="*", choices=NETWORKS, default=NETWORKS, help="where to measure (all)"
@@ -608,7 +610,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.check:
-        return cells.check("scaling", missed, options.out)
+        return command_line.check("scaling", missed, options.out)
     torch.set_num_threads(1)
     if options.quick:
         return quick()
@@ -634,7 +636,7 @@ def main() -> int:
     figures = {**analysed(found, work, os.cpu_count() or 1), "others busy": busy}
     show(figures)
     bad = missed(figures)
-    cells.tell(bad)
+    command_line.tell(bad)
     print(f"written: {report.write('scaling', {**figures, 'missed': bad}, options.out)}")
     plot(figures, options.out / "scaling.png")
     return 130 if interrupted else 0

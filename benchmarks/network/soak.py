@@ -36,19 +36,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import cells, lab
+from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 
 SAMPLE_SECONDS = 5.0
 BLOCK_SECONDS = 60.0
 """Samples are averaged over these before a line is drawn: neighbours are not independent."""
 
-GROWTH_BAR = 0.01
+GROWTH_TARGET = 0.01
 """Of a rank's memory, an hour: more must not be told from none (two standard errors), ..."""
-TOLD_BAR = 0.05
+TOLD_TARGET = 0.05
 """... in a run that would have told so much."""
 SHORTEST_MINUTES = 10.0
-"""Of samples after the warm-up, for the bar on memory."""
+"""Of samples after the warm-up, for the target on memory."""
 SWITCHES_A_MINUTE = 1.0
 """With fewer a run shows little."""
 
@@ -178,11 +178,11 @@ def summary(samples: Samples, warm_up: float) -> dict[str, Any]:
 
 
 def grows(row: dict[str, Any]) -> bool:
-    """Whether a rank's memory misses the bar."""
+    """Whether a rank's memory misses the target."""
     slope, error, mean = row["MB an hour"], row["standard error"], row["mean MB"]
-    if slope <= GROWTH_BAR * mean:
+    if slope <= GROWTH_TARGET * mean:
         return False
-    return bool(slope > 2 * error or 2 * error > TOLD_BAR * mean)
+    return bool(slope > 2 * error or 2 * error > TOLD_TARGET * mean)
 
 
 # --- the run ------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """The bars that were not met."""
+    """The targets that were not met."""
     found = []
     for rank, row in enumerate(figures["ranks"]):
         if row["minutes"] < SHORTEST_MINUTES:
@@ -388,7 +388,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
         elif grows(row):
             found.append(
                 f"rank {rank}: memory grows by {row['MB an hour']:.1f} MB an hour "
-                f"(standard error {row['standard error']:.1f}), bar {GROWTH_BAR:.0%} of "
+                f"(standard error {row['standard error']:.1f}), target {GROWTH_TARGET:.0%} of "
                 f"{row['mean MB']:.0f} MB"
             )
         found += [
@@ -411,7 +411,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Run, print, write; with --check only compare what was written with the bars."""
+    """Run, print, write; with --check only compare what was written with the targets."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--minutes", type=float, default=20.0)
@@ -423,12 +423,12 @@ def main() -> int:
     add("--high", default="200mbit", help="highest (%(default)s)")
     add("--period", type=float, default=60.0, help="seconds from the least to the least (%(default)s)")
     add("--every", type=int, default=100, help="steps between two comparisons (%(default)s)")
-    cells.quick_or_check(parser, "seconds, on a small model; no bars, no file")
+    command_line.quick_or_check(parser, "seconds, on a small model; no targets, no file")
     add("--shared", action="store_true", help="others work on this machine meanwhile")
     add("--out", type=Path, default=report.RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.check:
-        return cells.check("soak", missed, options.out)
+        return command_line.check("soak", missed, options.out)
     if options.quick:
         quick = {"minutes": 0.15, "ranks": 2, "preset": "mlp-digits", "every": 20, "period": 2.0}
         vars(options).update(quick, planner="lgreco:period=20")
@@ -443,7 +443,7 @@ def main() -> int:
     if options.quick:
         return int(bool(seen.status or left or figures["differing at"] or not figures["comparisons"]))
     bad = missed(figures)
-    cells.tell(bad)
+    command_line.tell(bad)
     shortest = min((row["minutes"] for row in figures["ranks"]), default=0.0)
     if seen.interrupted and shortest < SHORTEST_MINUTES:
         print("stopped early: no file has changed")

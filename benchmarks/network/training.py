@@ -6,8 +6,8 @@
     python -m benchmarks.network.training --check          # and exit code 1 if a target is missed
     sudo -E python -m benchmarks.network.training --quick  # seconds; a smoke run that writes no file
 
-There are two kinds of cells. Each is stored as soon as it is measured, and not measured again. It says
-on which machine; steps of two machines are not compared.
+There are two kinds of grid points. Each is stored as soon as it is measured, with its machine, and not
+measured again; steps of two machines are not compared.
 
 *steps* trains for some dozens of steps on 4 hosts (launch/netlab.sh) and takes the median step after
 the first ones; of quick steps the least of two launches or more. The method ``alone`` is 4 runs of one
@@ -15,19 +15,19 @@ rank that exchange nothing, at the same time on the same 4 hosts: what a step co
 and compression cost nothing. Stock Horovod and ``none`` use Open MPI's ring allreduce, which is made
 for large tensors; ``-default`` is what Open MPI chooses by itself.
 
-*courses* train on 4 ranks for as many steps with each method and evaluate every so often, from 3 seeds.
-What they reach after so many steps does not depend on the network, so they are run once, without one
-(shared memory), and
+*training runs* (``course`` in stored keys) train on 4 ranks for as many steps with each method and
+evaluate regularly, from 3 seeds. What they reach after so many steps does not depend on the network, so
+they are run once, without one (shared memory), and
 
     seconds to target = steps to target x median step at that rate
 
 where the steps of the dense warm-up that a method may begin with cost what those of ``none`` cost.
 A planner's steps count as those that it settles at. GraVAC's never settle: its mean payload in the
-course counts, between the steps of ``topk`` and of ``none``.
-Dense gradients learn as those of stock fp32, also in fp16, and have no courses of their own. The
+training run counts, between the steps of ``topk`` and of ``none``.
+Dense gradients learn as those of stock fp32, also in fp16, and have no training runs of their own. The
 target is what stock fp32 ends with, less half a point of accuracy or plus 1 % of perplexity, and it is
-the mean over the seeds that has to reach it. Kimad's course does depend on the rate: it is run on the
-slow network, and its own clock counts. How many dense steps a method begins with was chosen from
+the mean over the seeds that has to reach it. Kimad's training run does depend on the rate: it is run on
+the slow network, and its own clock counts. How many dense steps a method begins with was chosen from
 another seed (``--only seed=7 --out tune.json``).
 """
 
@@ -48,14 +48,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import lab
-from benchmarks.harness.cells import quick_or_check
+from benchmarks.harness.command_line import quick_or_check
 from benchmarks.network import training_tables as tables
-from benchmarks.network.training_tables import ALONE, DENSE, FP16, SAME, SIGNS, TOPK
+from benchmarks.network.training_tables import COMPUTE_ONLY, DENSE, FP16, SAME, SIGNS, TOPK
 from benchmarks.report import report
 
 HOSTS = 4
 UNSHAPED = "unshaped"
-# The first is that of the bars.
+# The first is that of the targets.
 RATES = {"200mbit": "200mbit", "100mbit": "100mbit", "1gbit": "1gbit", UNSHAPED: lab.UNSHAPED}
 SLOW = ("100mbit", "200mbit")
 SEEDS = (0, 1, 2)
@@ -68,10 +68,10 @@ class Model:
 
     Args:
         preset: of launch/train.py.
-        steps: of a course.
-        eval_every: steps between two evaluations of a course.
+        steps: of a training run.
+        eval_every: steps between two evaluations of a training run.
         kimad_seconds: the step time that Kimad is asked to keep.
-        options: of train.py, in courses.
+        options: of train.py, in training runs.
         launches: in which quick steps are measured, at least; of their medians the least counts,
             because the machine is slower for a while at times.
         slow_at: rates at which a step with dense gradients takes seconds.
@@ -105,7 +105,7 @@ class Method:
 
     Args:
         options: of train.py.
-        warmup: share of a course's steps that are dense, at its start.
+        warmup: share of a training run's steps that are dense, at its start.
         settle: steps until it goes on as it then stays; those are not counted in step times.
         heavy: the models with which it sends dense gradients, so that few steps take long on a slow
             network.
@@ -137,7 +137,7 @@ def _stock(compression: str, environment: Mapping[str, str] = lab.RING, **more: 
 
 def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Method:
     planned = ("--planner", planner) if planner else ()
-    # It settles when the first plans are in force; courses begin as those of the levels it begins with.
+    # It settles when the first plans are in force; training runs begin with its first levels.
     usual = {"settle": 65, "warmup": WARMUP} if planner else {}
     return Method(("--compression", compression, *options, *planned), **{**usual, **more})
 
@@ -145,7 +145,7 @@ def _own(compression: str, *options: str, planner: str = "", **more: Any) -> Met
 WARMUP = 0.05
 INT8, ONE_BIT = (f"topk:density=0.01,values={values}" for values in ("int8", "sign"))
 METHODS = {
-    ALONE: Method(("--distributed", "horovod")),
+    COMPUTE_ONLY: Method(("--distributed", "horovod")),
     FP16: _stock("fp16"),
     DENSE: _stock("none"),
     "none": _own("none", settle=3, heavy=tuple(MODELS)),
@@ -168,12 +168,12 @@ METHODS = {
     "stock-fp16-default": _stock("fp16", lab.DEFAULT_ALLREDUCE, models=("lstm",)),
 }
 
-# --- cells --------------------------------------------------------------------------------------------
+# --- grid points --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measurement: ``steps`` has a rate, ``course`` a seed, and a course of Kimad has both."""
+class GridPoint:
+    """One measurement: ``steps`` have a rate, a training run (``course``) a seed, one of Kimad both."""
 
     kind: str
     model: str
@@ -209,77 +209,79 @@ class Cell:
         options = [option.format(seconds=model.kimad_seconds) for option in method.options]
         if not method.is_stock:
             options += ["--dense-steps", str(self.warmup)]
-        length = self._course(model) if self.kind == "course" else self._steps(method)
+        length = self._run(model) if self.kind == "course" else self._steps(method)
         return ["--preset", model.preset, *options, *length]
 
-    def _course(self, model: Model) -> list[str]:
+    def _run(self, model: Model) -> list[str]:
         every = ["--steps", str(model.steps), "--eval-every", str(model.eval_every)]
         return [*every, *model.options, "--seed", self.seed]
 
     def _steps(self, method: Method) -> list[str]:
         # The machine is slower for seconds at times: many quick steps, or few slow ones.
         counted = 8 if self.is_slow else 48
-        if self.method == ALONE:
+        if self.method == COMPUTE_ONLY:
             counted = 112  # of which half counts
         # Losses are averaged over the ranks at the end only: that is no part of a step.
         return ["--steps", str(method.settle + counted), "--log-every", "100000",
                 "--eval-examples", "64"]  # fmt: skip
 
 
-def cells() -> Iterator[Cell]:
-    """All of them, the most important first: those that a bar is about, then the models in turn."""
-    barred = ("lstm", "mlp")
-    for model in barred:
-        yield from _step_cells(model, "200mbit", (ALONE, FP16, DENSE, "none", TOPK, "powersgd"))
+def points() -> Iterator[GridPoint]:
+    """All of them, the most important first: those that a target is about, then the models in turn."""
+    with_target = ("lstm", "mlp")
+    for model in with_target:
+        yield from _step_points(model, "200mbit", (COMPUTE_ONLY, FP16, DENSE, "none", TOPK, "powersgd"))
     for seed in SEEDS:
-        for model in barred:
-            yield from _course_cells(model, seed, (DENSE, TOPK, "powersgd"))
+        for model in with_target:
+            yield from _run_points(model, seed, (DENSE, TOPK, "powersgd"))
     for rate in RATES:
         for model in MODELS:
-            yield from _step_cells(model, rate, METHODS)
+            yield from _step_points(model, rate, METHODS)
     for seed in (*SEEDS, TUNE_SEED):
         for model in MODELS:
-            yield from _course_cells(model, seed, METHODS)
+            yield from _run_points(model, seed, METHODS)
 
 
-def _step_cells(model: str, rate: str, methods: Iterable[str]) -> Iterator[Cell]:
+def _step_points(model: str, rate: str, methods: Iterable[str]) -> Iterator[GridPoint]:
     for name in methods:
         if model in METHODS[name].models:
             # Without exchange, all rates are one.
-            yield Cell("steps", model, name, "" if name == ALONE else rate)
+            yield GridPoint("steps", model, name, "" if name == COMPUTE_ONLY else rate)
 
 
-def _has_course(name: str) -> bool:
+def _has_run(name: str) -> bool:
     """Not where only the way changes that the same gradients travel."""
-    return name not in (ALONE, *SAME) and METHODS[name].environment == lab.RING
+    return name not in (COMPUTE_ONLY, *SAME) and METHODS[name].environment == lab.RING
 
 
-def _course_cells(model: str, seed: int, methods: Iterable[str]) -> Iterator[Cell]:
+def _run_points(model: str, seed: int, methods: Iterable[str]) -> Iterator[GridPoint]:
     for name in methods:
-        if _has_course(name) and model in METHODS[name].models:
+        if _has_run(name) and model in METHODS[name].models:
             rate = "200mbit" if METHODS[name].follows_rate else ""
-            yield Cell("course", model, name, rate, str(seed))
+            yield GridPoint("course", model, name, rate, str(seed))
 
 
-def select(only: str) -> list[Cell]:
-    """The cells that fit, each once.
+def select(only: str) -> list[GridPoint]:
+    """The grid points that fit, each once.
 
     Args:
         only: ``model=lstm,rate=200mbit,method=topk/stock-fp16``; what is only for --quick or for
             tuning must be named.
 
     Raises:
-        ValueError: a name or a value that no cell has.
+        ValueError: a name or a value that no grid point has.
     """
     wanted: dict[str, set[str]] = {}
     for part in filter(None, only.split(",")):
         name, _, listed = part.partition("=")
         wanted[name.strip()] = set(listed.strip().split("/"))
-    everything = list(dict.fromkeys(cells()))
+    everything = list(dict.fromkeys(points()))
     for name, values in wanted.items():
-        if name not in Cell.__dataclass_fields__:
-            raise ValueError(f"no cell has a {name!r}: write {', '.join(Cell.__dataclass_fields__)}")
-        known = {getattr(cell, name) for cell in everything}
+        if name not in GridPoint.__dataclass_fields__:
+            raise ValueError(
+                f"no grid point has a {name!r}: write {', '.join(GridPoint.__dataclass_fields__)}"
+            )
+        known = {getattr(point, name) for point in everything}
         if values - known:
             raise ValueError(
                 f"no {name} {', '.join(sorted(values - known))}: there are {', '.join(sorted(known))}"
@@ -287,10 +289,10 @@ def select(only: str) -> list[Cell]:
     wanted.setdefault("model", set(MODELS) - {"digits"})
     wanted.setdefault("seed", {str(seed) for seed in SEEDS})
     return [
-        cell
-        for cell in everything
+        point
+        for point in everything
         # What needs no rate fits every rate.
-        if all(getattr(cell, name) in values | {""} for name, values in wanted.items())
+        if all(getattr(point, name) in values | {""} for name, values in wanted.items())
     ]
 
 
@@ -298,7 +300,7 @@ def select(only: str) -> list[Cell]:
 
 
 class Bench:
-    """Measures cells on a lab that is made when the first of them needs one."""
+    """Measures grid points on a lab that is made when the first of them needs one."""
 
     def __init__(self, hosts: int = HOSTS) -> None:
         self._hosts = hosts
@@ -312,29 +314,29 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def measure(self, group: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        """A cell and what is stored of it, as soon as it is measured; all of them are of one place.
+    def measure(self, group: Sequence[GridPoint]) -> Iterator[tuple[GridPoint, dict[str, Any]]]:
+        """A grid point and what is stored of it, as soon as it is measured; all are of one place.
 
         Steps are measured in several launches, but for slow ones. Every other launch goes backwards:
         who comes first in a process finds its memory cold.
         """
-        for number in range(max(cell.launches for cell in group)):
-            again = [cell for cell in group if cell.launches > number]
+        for number in range(max(point.launches for point in group)):
+            again = [point for point in group if point.launches > number]
             yield from self._launch(again if number % 2 == 0 else again[::-1])
 
-    def _launch(self, group: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    def _launch(self, group: Sequence[GridPoint]) -> Iterator[tuple[GridPoint, dict[str, Any]]]:
         first = group[0]
-        trainings = [cell.arguments() for cell in group]
-        if first.method == ALONE:
-            yield first, _alone(self._hosts_at("200mbit").train_alone(trainings[0]))
+        trainings = [point.arguments() for point in group]
+        if first.method == COMPUTE_ONLY:
+            yield first, _compute_only(self._hosts_at("200mbit").train_compute_only(trainings[0]))
             return
         if first.rate:
             hosts = self._hosts_at(RATES[first.rate])
             found = hosts.train_each(trainings, METHODS[first.method].environment, seconds=600)
         else:
             found = lab.train_each_here(self._hosts, trainings, seconds=600)
-        for cell, result in zip(group, found, strict=True):
-            yield cell, _course(cell, result) if cell.kind == "course" else _steps(cell, result)
+        for point, result in zip(group, found, strict=True):
+            yield point, _run(point, result) if point.kind == "course" else _steps(point, result)
 
     def _hosts_at(self, rate: str) -> lab.Lab:
         if self._lab is None:
@@ -345,19 +347,19 @@ class Bench:
         return self._lab
 
 
-def _course(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
+def _run(point: GridPoint, result: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("steps", "train_loss", "held_out", "evaluations")
     payload = {"payload_bytes": result["costs"]["payload_bytes"]}  # mean, less the first five steps
-    return {"warmup": cell.warmup, **payload} | {name: result[name] for name in kept}
+    return {"warmup": point.warmup, **payload} | {name: result[name] for name in kept}
 
 
-def _steps(cell: Cell, result: Mapping[str, Any]) -> dict[str, Any]:
-    settled = result["step_seconds"][METHODS[cell.method].settle :]
+def _steps(point: GridPoint, result: Mapping[str, Any]) -> dict[str, Any]:
+    settled = result["step_seconds"][METHODS[point.method].settle :]
     kept = ("costs", "samples_per_step", "dense_bytes")
     return _spread(settled) | {name: result[name] for name in kept}
 
 
-def _alone(results: list[dict[str, Any]]) -> dict[str, Any]:
+def _compute_only(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The middle half of each run: all the others are training then, too."""
     middle = [
         seconds
@@ -377,26 +379,26 @@ def _spread(seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def setting(cell: Cell) -> list[str]:
-    """What makes two measurements of a cell comparable; what a course learns has no environment."""
-    environment = {**lab.THREADS, **METHODS[cell.method].environment} if cell.rate else {}
-    return [*cell.arguments(), *(f"{name}={value}" for name, value in environment.items())]
+def setting(point: GridPoint) -> list[str]:
+    """What makes two measurements comparable; what a training run learns has no environment."""
+    environment = {**lab.THREADS, **METHODS[point.method].environment} if point.rate else {}
+    return [*point.arguments(), *(f"{name}={value}" for name, value in environment.items())]
 
 
-def missing(chosen: Sequence[Cell], done: Mapping[str, Any]) -> list[Cell]:
+def missing(chosen: Sequence[GridPoint], done: Mapping[str, Any]) -> list[GridPoint]:
     """Those that have not been measured with these settings, as often as they are to be."""
-    return [cell for cell in chosen if done.get(cell.key, {}).get("setting") != setting(cell)]
+    return [point for point in chosen if done.get(point.key, {}).get("setting") != setting(point)]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The cells that a file holds, without those that were measured with other settings."""
+    """The grid points that a file holds, without those that were measured with other settings."""
     from launch.training.options import renamed
 
     found: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
     for figures in found.values():
         if "setting" in figures:  # which may be older than the names of train.py's options
             figures["setting"] = renamed(figures["setting"])[0]
-    settings = {cell.key: setting(cell) for cell in cells()}
+    settings = {point.key: setting(point) for point in points()}
     return {
         key: figures
         for key, figures in found.items()
@@ -408,14 +410,14 @@ def store(done: Mapping[str, Any], path: Path, hosts: int) -> None:
     """In the order of the tables, whatever was measured first."""
     places = {name: number for number, name in enumerate([*MODELS, *METHODS])}
     everything = sorted(
-        set(cells()), key=lambda each: (places[each.model], places[each.method], each.key)
+        set(points()), key=lambda each: (places[each.model], places[each.method], each.key)
     )
-    kept = {cell.key: done[cell.key] for cell in everything if cell.key in done}
+    kept = {point.key: done[point.key] for point in everything if point.key in done}
     report.write(path.stem, {"hosts": hosts, "cells": kept}, path.parent)
 
 
 def fastest(before: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all launches of a cell that of the least median step; courses have none: the latest counts.
+    """The launch with the least median step; training runs have none: the latest counts.
 
     So it does where the others were on another machine.
     """
@@ -427,21 +429,21 @@ def fastest(before: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, 
 
 
 def measure_all(
-    chosen: Sequence[Cell],
+    chosen: Sequence[GridPoint],
     done: dict[str, Any],
     out: Path | None,
     hosts: int,
     minutes: float,
     more: bool = False,
-) -> list[Cell]:
-    """Measures one cell after the other and stores each at once.
+) -> list[GridPoint]:
+    """Measures one grid point after the other and stores each at once.
 
     Args:
         chosen: what is measured.
         done: what is known by key; each new figure is put there.
         out: the file for all of it.
         hosts: how many there are to be.
-        minutes: after which no cell is started.
+        minutes: after which no grid point is started.
         more: these are launches beside those known, not in place of them.
 
     Returns:
@@ -456,15 +458,15 @@ def measure_all(
             if started > end:
                 break
             try:
-                for cell, figures in bench.measure(group):
-                    best = fastest(known.get(cell.key, {}), {"place": place, **figures})
-                    if best["launches"] >= cell.launches:
-                        best["setting"] = setting(cell)
-                    known[cell.key] = done[cell.key] = best
+                for point, figures in bench.measure(group):
+                    best = fastest(known.get(point.key, {}), {"place": place, **figures})
+                    if best["launches"] >= point.launches:
+                        best["setting"] = setting(point)
+                    known[point.key] = done[point.key] = best
                     if out is not None:
                         store(done, out, hosts)
                     took, started = time.monotonic() - started, time.monotonic()
-                    print(f"{cell.key}: {_brief(figures)}  ({took:.0f} s)", flush=True)
+                    print(f"{point.key}: {_brief(figures)}  ({took:.0f} s)", flush=True)
                     if started > end:
                         break
             except lab.JobError as error:
@@ -473,16 +475,16 @@ def measure_all(
     return missing(chosen, done)
 
 
-def groups(chosen: Sequence[Cell]) -> list[list[Cell]]:
+def groups(chosen: Sequence[GridPoint]) -> list[list[GridPoint]]:
     """Neighbours that the same ranks can measure one after the other."""
     return [list(group) for _, group in itertools.groupby(chosen, key=_place)]
 
 
-def _place(cell: Cell) -> object:
-    if cell.method == ALONE:
-        return cell.key
-    # Courses without a rate run where nothing is sent over a network.
-    return (cell.rate, METHODS[cell.method].environment) if cell.rate else ""
+def _place(point: GridPoint) -> object:
+    if point.method == COMPUTE_ONLY:
+        return point.key
+    # Training runs without a rate run where nothing is sent over a network.
+    return (point.rate, METHODS[point.method].environment) if point.rate else ""
 
 
 def _brief(figures: Mapping[str, Any]) -> str:
@@ -496,30 +498,32 @@ def _brief(figures: Mapping[str, Any]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the chosen cells."""
+    """The command line, with the chosen grid points."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", metavar="NAME=VALUE[/VALUE],...",
         help="cells to measure; names are kind, model, method, rate, seed")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no cell after so many")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no grid point after so many")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--redo", action="store_true", help="measure anew what the file holds already")
     again.add_argument("--more", action="store_true",
         help="more launches beside those known, of the same code: the fastest counts")  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="list the cells that would be measured")
+    parser.add_argument("--list", action="store_true", help="list what would be measured")
     parser.add_argument("--show", action="store_true", help="measure nothing, print the tables")
     quick_or_check(
         parser,
         "a smoke run with a tiny model on 2 hosts; writes a file only with --out",
-        "as --show; exit with 1 if a bar is missed",
+        "as --show; exit with 1 if a target is missed",
     )
     parser.add_argument("--out", type=Path, help="(results/training.json)")
     args = parser.parse_args(arguments)
     if args.quick:
-        args.only = args.only or f"model=digits,seed=0,rate=200mbit,method={ALONE}/{DENSE}/{TOPK}"
+        args.only = (
+            args.only or f"model=digits,seed=0,rate=200mbit,method={COMPUTE_ONLY}/{DENSE}/{TOPK}"
+        )
     else:
         args.out = args.out or report.RESULTS / "training.json"
     try:
-        args.cells = select(args.only)
+        args.points = select(args.only)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -529,9 +533,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     args = parse(arguments)
     done = load(args.out) if args.out else {}
-    todo = args.cells if args.redo or args.more else missing(args.cells, done)
+    todo = args.points if args.redo or args.more else missing(args.points, done)
     if args.list:
-        print(*(cell.key for cell in todo), sep="\n")
+        print(*(point.key for point in todo), sep="\n")
         return 0
     status = 0
     if todo and not (args.show or args.check):
@@ -541,16 +545,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hosts = 2 if args.quick else HOSTS
             left = measure_all(todo, done, args.out, hosts, args.minutes, args.more)
             if left:
-                print(f"{len(left)} cells are left; the same command goes on with them")
+                print(f"{len(left)} grid points are left; the same command goes on with them")
                 status = 1
         except KeyboardInterrupt:
-            print(f"interrupted; {len(done)} cells are stored, the same command goes on with the rest")
+            print(f"interrupted; {len(done)} grid points are stored, the same command does the rest")
             status = 130
     print(tables.show(done))
     if not args.check:
         return status
     missed = tables.missed(done)
-    print(*(f"bar missed: {each}" for each in missed), sep="\n")
+    print(*(f"target missed: {each}" for each in missed), sep="\n")
     return int(bool(missed))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.network import training_tables as tables
-from benchmarks.network.training_tables import ALONE, BARS_RATE, FP16, TOPK
+from benchmarks.network.training_tables import COMPUTE_ONLY, FP16, TARGET_RATE, TOPK
 from benchmarks.report.plots import best
 from benchmarks.report.results_markdown import load, span, table
 from benchmarks.report.results_sections import loses
@@ -20,41 +20,41 @@ SPECS = {
 }
 
 
-def _cells() -> dict[str, Any]:
-    cells: dict[str, Any] = load("training")["cells"]
-    return cells
+def _points() -> dict[str, Any]:
+    points: dict[str, Any] = load("training")["cells"]
+    return points
 
 
-def _step(cells: dict[str, Any], model: str, method: str) -> str:
-    step = tables.step_of(cells, model, method, BARS_RATE)
+def _step(points: dict[str, Any], model: str, method: str) -> str:
+    step = tables.step_of(points, model, method, TARGET_RATE)
     return "-" if step is None else f"{1e3 * step['median']:,.0f} ms"
 
 
-def difference(cells: dict[str, Any], model: str, method: str) -> str:
+def difference(points: dict[str, Any], model: str, method: str) -> str:
     """A method's score, compared with dense training: "-0.38 pp", "perplexity -4.4 %"."""
-    found = tables.outcome(cells, model, method) or tables.outcome(cells, model, method, BARS_RATE)
+    found = tables.outcome(points, model, method) or tables.outcome(points, model, method, TARGET_RATE)
     if found is None:
         return "-"
-    run = next(iter(tables.courses_of(cells, model, tables.DENSE).values()))
+    run = next(iter(tables.runs_of(points, model, tables.DENSE).values()))
     percent = 100 * found.loss
     return f"{-percent:+.2f} pp" if tables.metric(run) == "accuracy" else f"perplexity {percent:+.1f} %"
 
 
 def pays() -> str:
     """Does it pay: one row per model at the rate of the targets."""
-    cells = _cells()
+    points = _points()
     rows = []
     for model, title in MODELS.items():
-        winner = best(cells, model)
-        sent = tables.step_of(cells, model, "none", BARS_RATE)
+        winner = best(points, model)
+        sent = tables.step_of(points, model, "none", TARGET_RATE)
         assert sent is not None
         rows.append(
             [
                 f"{title}, {sent['dense_bytes'] / 1e6:.1f} MB",
-                *(_step(cells, model, method) for method in (ALONE, FP16)),
-                f"{_step(cells, model, 'qsgd')}, {difference(cells, model, 'qsgd')}",
-                f"`{SPECS.get(winner, winner)}`: {_step(cells, model, winner)}, "
-                f"{difference(cells, model, winner)}",
+                *(_step(points, model, method) for method in (COMPUTE_ONLY, FP16)),
+                f"{_step(points, model, 'qsgd')}, {difference(points, model, 'qsgd')}",
+                f"`{SPECS.get(winner, winner)}`: {_step(points, model, winner)}, "
+                f"{difference(points, model, winner)}",
             ]
         )
     heading = [
@@ -67,9 +67,9 @@ def pays() -> str:
     return table(heading, rows)
 
 
-def _measured(cells: dict[str, Any], method: str) -> str:
-    models = [each for each in MODELS if tables.courses_of(cells, each, method)]
-    return ", ".join(f"{MODELS[each]} {difference(cells, each, method)}" for each in models)
+def _measured(points: dict[str, Any], method: str) -> str:
+    models = [each for each in MODELS if tables.runs_of(points, each, method)]
+    return ", ".join(f"{MODELS[each]} {difference(points, each, method)}" for each in models)
 
 
 def _epoch(name: str) -> str:
@@ -81,22 +81,22 @@ def _epoch(name: str) -> str:
 
 def compressors() -> str:
     """Which compressor when: six rows."""
-    cells = _cells()
+    points = _points()
     few = _least("1 Gbit/s", "quantizer 4 bit") - 1
     rows = [
         ["`fp16`", "fast links, many ranks, or as the thing to beat", _epoch("fp16")],
         [
             f"`{SPECS['qsgd']}`",
             f"up to {few} ranks, any model, short runs too: the first to try",
-            _measured(cells, "qsgd"),
+            _measured(points, "qsgd"),
         ],
         ["`alq:bits=3`", "as `qsgd`, with fewer bytes and more computing", _epoch("alq")],
         [
             f"`{SPECS['powersgd']}`",
             "many ranks (payloads are summed), layers that are matrices",
-            _measured(cells, "powersgd"),
+            _measured(points, "powersgd"),
         ],
-        [f"`{SPECS[TOPK]}`", "slow links, large layers, long runs", _measured(cells, TOPK)],
+        [f"`{SPECS[TOPK]}`", "slow links, large layers, long runs", _measured(points, TOPK)],
         [
             "`randomk:density=0.5,unbiased=true`",
             "many ranks, nothing kept between steps",
@@ -121,11 +121,11 @@ def _least(rate: str, name: str) -> int:
 
 def decisions() -> str:
     """Network x ranks x model: what to write."""
-    cells = _cells()
+    points = _points()
     slow, fast = "1 Gbit/s", "10 Gbit/s"
     codes, sparse = _least(slow, "quantizer 4 bit"), _least(slow, "top-k 1 %")
-    times = [tables.ratio(cells, each, BARS_RATE, FP16, "qsgd") for each in MODELS]
-    faster = [tables.ratio(cells, each, BARS_RATE, FP16, TOPK) for each in MODELS]
+    times = [tables.ratio(points, each, TARGET_RATE, FP16, "qsgd") for each in MODELS]
+    faster = [tables.ratio(points, each, TARGET_RATE, FP16, TOPK) for each in MODELS]
     ranks = ("PowerSGD rank 4, allreduce", "fp16, allreduce")
     rows = [
         ["`communicate` is a small part of the step", "any", "any", "`none`", "nothing to gain"],
@@ -134,7 +134,7 @@ def decisions() -> str:
             f"2 to {codes - 1}",
             "any",
             f"`{SPECS['qsgd']}`",
-            f"{span(times, '.1f')} x faster steps than fp16 at {BARS_RATE}, 4 ranks",
+            f"{span(times, '.1f')} x faster steps than fp16 at {TARGET_RATE}, 4 ranks",
         ],
         [
             f"at most {slow}",
@@ -196,12 +196,12 @@ def overhead() -> str:
 
 def fast_links() -> str:
     """Where there was nothing to gain."""
-    cells = _cells()
+    points = _points()
     rows = [
         [
             MODELS[model],
             *(
-                f"{tables.ratio(cells, model, rate, method, FP16):.2f}"
+                f"{tables.ratio(points, model, rate, method, FP16):.2f}"
                 for method in ("qsgd", TOPK, "powersgd")
             ),
             rate,
@@ -217,10 +217,10 @@ def fast_links() -> str:
 
 def lost() -> str:
     """The score of every method on every model."""
-    cells = _cells()
+    points = _points()
     rows = [
-        [f"`{method}`", *(difference(cells, model, method) for model in MODELS)]
-        for method in tables.names(cells, 2, "course")
+        [f"`{method}`", *(difference(points, model, method) for model in MODELS)]
+        for method in tables.names(points, 2, "course")
         if not method.startswith("stock")
     ]
     return table(["", *MODELS.values()], rows)

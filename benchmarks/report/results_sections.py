@@ -28,7 +28,7 @@ from benchmarks.report.results_markdown import (
 
 def accuracy() -> str:
     """Every compressor's training run against dense training."""
-    from benchmarks.accuracy.accuracy import BAR, SETTINGS, rows_of
+    from benchmarks.accuracy.accuracy import SETTINGS, TARGET, rows_of
 
     figures = load("accuracy")
     found = rows_of(figures["runs"])
@@ -70,7 +70,7 @@ def accuracy() -> str:
         (
             "One epoch with each compressor",
             "How much accuracy does each compressor cost at settings that suit it?",
-            f"All {len(compressed)} end within {100 * BAR:g} pp of dense training, the furthest is "
+            f"All {len(compressed)} end within {100 * TARGET:g} pp of dense training, the furthest is "
             f"`{worst['setting'].compression}` with {100 * worst['difference']:+.2f} pp. Over its "
             "seeds "
             f"dense training itself ranges over {100 * found[0]['spread']:.2f} pp.",
@@ -227,8 +227,8 @@ def bandwidth() -> str:
     from benchmarks.network.bandwidth_trace import kept, monitor_rows, rows_of, seconds_ratio
 
     figures = load("bandwidth_trace")
-    cells, settings = figures["cells"], figures["settings"]
-    monitor = monitor_rows(cells)
+    points, settings = figures["cells"], figures["settings"]
+    monitor = monitor_rows(points)
     worst = max(
         (str(row[-1]) for row in monitor[1:] if row[-1] != "-"), key=lambda each: abs(float(each[:-1]))
     )
@@ -240,12 +240,12 @@ def bandwidth() -> str:
         (
             "Steps within their time",
             "Does Kimad keep the step time that it is given?",
-            f"In {kept(cells['kimad']):.1%} of the steps (EF21 at a fixed density: "
-            f"{kept(cells['ef21']):.1%}); "
-            f"its mean step is {seconds_ratio(cells):.2f} of EF21's (Kimad's paper: "
+            f"In {kept(points['kimad']):.1%} of the steps (EF21 at a fixed density: "
+            f"{kept(points['ef21']):.1%}); "
+            f"its mean step is {seconds_ratio(points):.2f} of EF21's (Kimad's paper: "
             f"{figures['paper']['seconds']:.2f}).",
             of_rows(
-                rows_of(cells),
+                rows_of(points),
                 (
                     "",
                     f"steps within {settings['seconds']:g} s",
@@ -325,7 +325,7 @@ def training() -> str:
     from benchmarks.network.training_tables import missed as targets_missed
 
     figures = load("training")
-    cells = figures["cells"]
+    points = figures["cells"]
     dense = {name: f"{100 * METHODS[name].warmup:g} %" for name in (TOPK, "powersgd", "qsgd")}
     return section(
         "Training on slow networks",
@@ -349,12 +349,12 @@ def training() -> str:
             "Machines",
             "Which figures are of which machine?",
             "Steps of two machines are never compared with each other.",
-            of_rows(places_rows(cells)),
+            of_rows(places_rows(points)),
         ),
-        *_training_tables(cells),
+        *_training_tables(points),
         end="![Parts of a step](results/training_steps.png)\n\n"
         "![Score over the seconds of training](results/training_accuracy.png)\n\n"
-        + missed({"missed": targets_missed(cells)}),
+        + missed({"missed": targets_missed(points)}),
     )
 
 
@@ -365,60 +365,62 @@ def elsewhere() -> str:
 
     figures = load("training_elsewhere")
     place = report.place(figures["machine"])
-    cells = {
+    points = {
         key: each
         for key, each in load("training")["cells"].items()
         # a training run with a rate has a clock of its own, which is that of its machine
         if each["place"] == place or (key.startswith("course/") and key.count("/") == 3)
     }
-    cells |= figures["cells"]
+    points |= figures["cells"]
     models = names(figures["cells"], 1)
-    shown = {key: each for key, each in cells.items() if key.split("/")[1] in models}
+    shown = {key: each for key, each in points.items() if key.split("/")[1] in models}
     return section(
         "Training on slow networks: another machine",
         "Some of these steps on another machine, and the same training runs with its steps. Made by "
         f"{command('training', figures)}, with `--out benchmarks/results/training_elsewhere.json` and "
         f"the grid points of these tables as `--only`, {place}.",
         *_training_tables(shown, " (another machine)"),
-        end=missed({"missed": targets_missed(cells)}),
+        end=missed({"missed": targets_missed(points)}),
     )
 
 
-def _training_tables(cells: dict[str, Any], where: str = "") -> list[tuple[str, str, str, str]]:
+def _training_tables(points: dict[str, Any], where: str = "") -> list[tuple[str, str, str, str]]:
     """Steps at the rate of the targets and at all rates, and training runs, where there are steps."""
     from benchmarks.network.training_tables import (
-        BARS_RATE,
-        courses_rows,
+        TARGET_RATE,
         names,
         rates_rows,
+        runs_rows,
         steps_rows,
     )
 
-    models = names(cells, 1, "steps")
+    models = names(points, 1, "steps")
     found = []
     for model in models:
-        rows = steps_rows(cells, model, BARS_RATE)
-        question = f"Where does a step of the {model} spend its time at {BARS_RATE}?"
-        found.append((f"Steps: {model}{where}", question, _steps_answer(cells, model, BARS_RATE), rows))
+        rows = steps_rows(points, model, TARGET_RATE)
+        question = f"Where does a step of the {model} spend its time at {TARGET_RATE}?"
+        found.append(
+            (f"Steps: {model}{where}", question, _steps_answer(points, model, TARGET_RATE), rows)
+        )
     question = "How does a step depend on the rate of the links?"
     found.append(
-        (f"Steps at every rate{where}", question, _rates_answer(cells, models), rates_rows(cells))
+        (f"Steps at every rate{where}", question, _rates_answer(points, models), rates_rows(points))
     )
     for model in models:
         question = f"Which methods reach the target with the {model}, and when?"
-        rows = courses_rows(cells, model)
-        found.append((f"Training runs: {model}{where}", question, _courses_answer(cells, model), rows))
+        rows = runs_rows(points, model)
+        found.append((f"Training runs: {model}{where}", question, _runs_answer(points, model), rows))
     return [(*texts, of_rows(rows)) for *texts, rows in found if len(rows) > 1]
 
 
-def _steps_answer(cells: dict[str, Any], model: str, rate: str) -> str:
-    from benchmarks.network.training_tables import ALONE, FP16, label_of, names, ratio
+def _steps_answer(points: dict[str, Any], model: str, rate: str) -> str:
+    from benchmarks.network.training_tables import COMPUTE_ONLY, FP16, label_of, names, ratio
 
-    times = {name: ratio(cells, model, rate, name, ALONE) for name in names(cells, 2, "steps")}
+    times = {name: ratio(points, model, rate, name, COMPUTE_ONLY) for name in names(points, 2, "steps")}
     ours = {name: each for name, each in times.items() if each > 1 and not name.startswith("stock")}
     best = min(ours, key=lambda name: ours[name])
     return (
-        f"Stock Horovod's fp16 takes {times[FP16]:.2f} x {label_of(ALONE)} and spends "
+        f"Stock Horovod's fp16 takes {times[FP16]:.2f} x {label_of(COMPUTE_ONLY)} and spends "
         f"{1 - 1 / times[FP16]:.0%} of "
         "its step on exposed communication; "
         f"the fastest method, `{best}`, takes {ours[best]:.2f} x. Whether it also reaches the target "
@@ -427,10 +429,10 @@ def _steps_answer(cells: dict[str, Any], model: str, rate: str) -> str:
     )
 
 
-def _rates_answer(cells: dict[str, Any], models: list[str]) -> str:
+def _rates_answer(points: dict[str, Any], models: list[str]) -> str:
     from benchmarks.network.training_tables import FP16, RATES, TOPK, ratio
 
-    faster = {model: [ratio(cells, model, rate, FP16, TOPK) for rate in RATES] for model in models}
+    faster = {model: [ratio(points, model, rate, FP16, TOPK) for rate in RATES] for model in models}
     shown = "; ".join(
         f"{model} " + ", ".join("-" if math.isnan(each) else f"{each:.2f}" for each in several)
         for model, several in faster.items()
@@ -438,23 +440,23 @@ def _rates_answer(cells: dict[str, Any], models: list[str]) -> str:
     return f"Stock fp16's step over that of `topk` at {', '.join(RATES)}: {shown}."
 
 
-def _courses_answer(cells: dict[str, Any], model: str) -> str:
+def _runs_answer(points: dict[str, Any], model: str) -> str:
     from benchmarks.network.training_tables import (
-        BARS_RATE,
         FP16,
         SAME,
+        TARGET_RATE,
         names,
         outcome,
         seconds_to_target,
     )
 
     runs = {
-        name: outcome(cells, model, name) or outcome(cells, model, name, BARS_RATE)
-        for name in names(cells, 2, "course")
+        name: outcome(points, model, name) or outcome(points, model, name, TARGET_RATE)
+        for name in names(points, 2, "course")
         if not name.startswith("stock")
     }
     reached = {name: each for name, each in runs.items() if each and not math.isnan(each.steps)}
-    times = {name: seconds_to_target(cells, model, name, BARS_RATE) for name in (*reached, *SAME)}
+    times = {name: seconds_to_target(points, model, name, TARGET_RATE) for name in (*reached, *SAME)}
     known = {name: each for name, each in times.items() if not math.isnan(each) and name not in SAME}
     if not known:
         return f"Reached by {', '.join(f'`{name}`' for name in reached)}."
@@ -462,7 +464,7 @@ def _courses_answer(cells: dict[str, Any], model: str) -> str:
     return (
         f"Reached by {', '.join(f'`{name}`' for name in reached)}, of {len(runs)} methods. The fastest "
         "at "
-        f"{BARS_RATE} is `{best}` with {known[best]:,.0f} s; stock fp16 takes {times[FP16]:,.0f} s."
+        f"{TARGET_RATE} is `{best}` with {known[best]:,.0f} s; stock fp16 takes {times[FP16]:,.0f} s."
     )
 
 
@@ -580,8 +582,8 @@ def loses(rates: dict[str, Any]) -> str:
 
 
 def _far(model: str, rates: dict[str, Any]) -> str:
-    def row(name: str, cell: Callable[[dict[str, Any]], str]) -> list[str]:
-        return [name, *(cell(each) for each in rates.values())]
+    def row(name: str, point: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [name, *(point(each) for each in rates.values())]
 
     def took(name: str) -> Callable[[dict[str, Any]], str]:
         return lambda each: "{network ms:,.0f} + {one core ms:,.0f}".format(**each["ms"][name])

@@ -158,7 +158,7 @@ def test_zeros_of_a_gradient_cost_no_bytes_and_unequal_layers_are_worth_bits(
     assert allocation.unequal_bits(table) == pytest.approx(0.5 * np.log2(8.5 / 4), rel=0.02)
 
 
-def test_bars_count_what_is_really_sent(allocation: ModuleType) -> None:
+def test_targets_count_what_is_really_sent(allocation: ModuleType) -> None:
     row = {"fewer": 9.0, "at best": 1.2, "really fewer": 1.2, "error": 1.0}
     settings = {each.compression: row for each in allocation.SETTINGS}
     found = allocation.missed({"models": {"LSTM": settings, "another": settings}})

@@ -42,8 +42,8 @@ def test_kimad_must_keep_its_time_where_a_fixed_density_does_not(
     traffic: float,
     words: list[str],
 ) -> None:
-    cells = {"kimad": run_of(kimad, 1e6), "ef21": run_of(ef21, traffic * 1e6)}
-    missed = [line for line in bandwidth_trace.missed(cells) if "was not measured" not in line]
+    points = {"kimad": run_of(kimad, 1e6), "ef21": run_of(ef21, traffic * 1e6)}
+    missed = [line for line in bandwidth_trace.missed(points) if "was not measured" not in line]
     assert len(missed) == len(words)
     assert all(line.startswith(word) for line, word in zip(missed, words, strict=True))
 
@@ -83,7 +83,7 @@ def test_gravac_is_held_against_dense_and_the_best_factor_that_keeps_accuracy(
     candidates: list[int],
     words: list[str],
 ) -> None:
-    cells = {
+    points = {
         "dense/0": training(0.795, 0.05),
         "dense steps/0": training(0.1, 1.0),
         "static 10x/0": training(0.795, 0.2),
@@ -91,10 +91,10 @@ def test_gravac_is_held_against_dense_and_the_best_factor_that_keeps_accuracy(
         "static 1000x/0": training(0.7, 0.05),  # fast, and of no use
         "gravac/0": training(accuracy, seconds, candidates=list(enumerate(candidates))),
     }
-    missed = [line for line in adaptive.missed(cells) if "was not measured" not in line]
+    missed = [line for line in adaptive.missed(points) if "was not measured" not in line]
     assert len(missed) == len(words)
     assert all(line.startswith(word) for line, word in zip(missed, words, strict=True))
-    rows = adaptive.summary(cells)
+    rows = adaptive.summary(points)
     assert rows["dense"]["seconds"] == adaptive.STEPS * 1.0  # of the steps on the network
 
 

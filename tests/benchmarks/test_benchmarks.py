@@ -1,4 +1,4 @@
-"""The benchmarks: which cells of trainings are chosen, what is derived from them, real runs, Ctrl-C."""
+"""The benchmarks: which grid points are chosen, what is derived from them, real runs, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import cells as benchmark_cells
+from benchmarks.harness import command_line
 from benchmarks.micro import overhead
 from benchmarks.network import priority, training
 from benchmarks.network import training_tables as tables
@@ -28,14 +28,14 @@ BENCHMARKS = ROOT / "benchmarks"
 RUN_ALL = BENCHMARKS / "run_all.sh"
 
 
-# ------------------------------------------------------------------------------------------- cells
+# ---------------------------------------------------------------------------------------- grid points
 
 
 def keys(only: str) -> list[str]:
-    return [cell.key for cell in training.select(only)]
+    return [point.key for point in training.select(only)]
 
 
-def test_each_cell_is_there_once_and_the_most_important_first() -> None:
+def test_each_grid_point_is_there_once_and_the_most_important_first() -> None:
     everything = keys("")
     assert len(everything) == len(set(everything))
     assert everything[0] == "steps/lstm/alone"
@@ -54,7 +54,7 @@ def test_a_selection_keeps_what_needs_no_rate_or_seed() -> None:
     ("only", "message"),
     [
         ("model=vgg", "no model vgg: there are digits, lstm"),
-        ("size=3", "no cell has a 'size'"),
+        ("size=3", "no grid point has a 'size'"),
         ("rate=3mbit", "no rate 3mbit"),
     ],
 )
@@ -63,26 +63,26 @@ def test_a_selection_of_nothing_is_refused(only: str, message: str) -> None:
         training.select(only)
 
 
-def test_a_small_run_is_not_compared_with_bars(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_is_not_compared_with_targets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         training.main(["--quick", "--check"])
     with pytest.raises(SystemExit):
-        benchmark_cells.parser("A benchmark.", [], "adaptive").parse_args(["--check", "--quick"])
+        command_line.parser("A benchmark.", [], "adaptive").parse_args(["--check", "--quick"])
     assert capsys.readouterr().err.count("not allowed with argument") == 2
 
 
-def test_every_cell_is_a_command_line_that_train_py_accepts() -> None:
-    for cell in training.cells():
-        parsed = options.parse(cell.arguments())
-        assert parsed.steps > training.METHODS[cell.method].settle or cell.kind == "course", cell
-        assert (parsed.distributed == "horovod") == training.METHODS[cell.method].is_stock, cell
+def test_every_grid_point_is_a_command_line_that_train_py_accepts() -> None:
+    for point in training.points():
+        parsed = options.parse(point.arguments())
+        assert parsed.steps > training.METHODS[point.method].settle or point.kind == "course", point
+        assert (parsed.distributed == "horovod") == training.METHODS[point.method].is_stock, point
 
 
-def test_a_stored_cell_is_measured_again_only_with_other_settings(
+def test_a_stored_grid_point_is_measured_again_only_with_other_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen = training.select("model=mlp,method=topk/stock-fp16,rate=200mbit,kind=steps")
-    done = {cell.key: {"setting": training.setting(cell)} for cell in chosen[:1]}
+    done = {point.key: {"setting": training.setting(point)} for point in chosen[:1]}
     assert training.missing(chosen, done) == chosen[1:]
     name = chosen[0].method
     changed = training._own("topk:density=0.5")
@@ -91,21 +91,21 @@ def test_a_stored_cell_is_measured_again_only_with_other_settings(
 
 
 def fake_measure(*events: Any) -> Any:
-    """In place of Bench.measure: for each cell of each launch a median, or what is raised."""
+    """In place of Bench.measure: for each grid point of each launch a median, or what is raised."""
     left = list(events)
 
     def measure(bench: Any, group: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
         launches = range(max(each.launches for each in group))
-        for cell in [each for number in launches for each in group if each.launches > number]:
+        for point in [each for number in launches for each in group if each.launches > number]:
             event = left.pop(0)
             if isinstance(event, BaseException):
                 raise event
-            yield cell, {"median": event}
+            yield point, {"median": event}
 
     return measure
 
 
-def test_each_cell_is_stored_as_soon_as_it_is_measured(
+def test_each_grid_point_is_stored_as_soon_as_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chosen = training.select("model=mlp,method=alone/stock-fp16/topk/qsgd,rate=200mbit,kind=steps")
@@ -137,22 +137,22 @@ def test_of_more_launches_the_fastest_counts_and_redo_forgets_the_earlier_ones(
         done = training.load(out)
         assert training.measure_all(chosen, done, out, 2, minutes=1, more=more) == []
         stored = training.load(out)
-        return [(stored[cell.key]["median"], stored[cell.key]["launches"]) for cell in chosen]
+        return [(stored[point.key]["median"], stored[point.key]["launches"]) for point in chosen]
 
     assert medians(0.5, 0.25, 0.75, 0.5, more=False) == [(0.5, 2), (0.25, 2)]
     assert medians(0.75, 0.5, 0.25, 0.75, more=True) == [(0.25, 4), (0.25, 4)]
     assert medians(0.5, 0.5, 0.5, 0.75, more=False) == [(0.5, 2), (0.5, 2)]
 
 
-def test_no_cell_is_started_when_the_time_is_up(tmp_path: Path) -> None:
+def test_no_grid_point_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     chosen = training.select("model=mlp,rate=200mbit,kind=steps")
     assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == chosen
 
 
 def test_ranks_are_started_once_for_neighbours_of_one_rate_and_environment() -> None:
     chosen = training.select("model=lstm,method=alone/topk/qsgd/stock-fp16-default,rate=200mbit/1gbit")
-    steps = [cell for cell in chosen if cell.kind == "steps"]
-    found = [[(cell.method, cell.rate) for cell in group] for group in training.groups(steps)]
+    steps = [point for point in chosen if point.kind == "steps"]
+    found = [[(point.method, point.rate) for point in group] for group in training.groups(steps)]
     assert found == [
         [("alone", "")],
         [("topk", "200mbit"), ("qsgd", "200mbit")],
@@ -171,28 +171,28 @@ def step(median: float, communicate: float | None = None) -> dict[str, Any]:
     return {"median": median, "samples_per_step": 8, "dense_bytes": 1000, "costs": costs}
 
 
-def course(scores: dict[int, float], warmup: int = 0, name: str = "accuracy") -> dict[str, Any]:
+def run(scores: dict[int, float], warmup: int = 0, name: str = "accuracy") -> dict[str, Any]:
     evaluations = [{"step": at, "seconds": 2.0 * at, name: score} for at, score in scores.items()]
     last = evaluations[-1]
     return {"steps": last["step"], "warmup": warmup, "evaluations": evaluations, "held_out": last}
 
 
-CELLS = {
+POINTS = {
     "steps/mlp/alone": step(0.1),
     "steps/mlp/stock-fp32/200mbit": step(2.0),
     "steps/mlp/stock-fp16/200mbit": step(1.0),
     "steps/mlp/none/200mbit": step(2.0, 1.5),
     "steps/mlp/topk/200mbit": step(0.2, 0.1),
-    "course/mlp/stock-fp32/0": course({10: 0.5, 20: 0.8, 30: 0.85}),
-    "course/mlp/topk/0": course({10: 0.7, 20: 0.849, 30: 0.84}, warmup=5),
-    "course/mlp/kimad/200mbit/0": course({10: 0.7, 20: 0.8, 30: 0.86}),
-    "course/mlp/qsgd/0": course({10: 0.1, 20: 0.1, 30: 0.1}),
+    "course/mlp/stock-fp32/0": run({10: 0.5, 20: 0.8, 30: 0.85}),
+    "course/mlp/topk/0": run({10: 0.7, 20: 0.849, 30: 0.84}, warmup=5),
+    "course/mlp/kimad/200mbit/0": run({10: 0.7, 20: 0.8, 30: 0.86}),
+    "course/mlp/qsgd/0": run({10: 0.1, 20: 0.1, 30: 0.1}),
 }
 
 
 def test_seconds_to_target_are_steps_to_target_at_their_median() -> None:
     seconds = {
-        method: tables.seconds_to_target(CELLS, "mlp", method, "200mbit")
+        method: tables.seconds_to_target(POINTS, "mlp", method, "200mbit")
         for method in ("stock-fp16", "topk", "kimad", "qsgd")
     }
     assert seconds["stock-fp16"] == pytest.approx(30 * 1.0)
@@ -203,55 +203,55 @@ def test_seconds_to_target_are_steps_to_target_at_their_median() -> None:
     assert math.isnan(seconds["qsgd"])
 
 
-def test_a_course_that_goes_up_and_down_takes_what_its_mean_payload_takes() -> None:
-    dense = {**CELLS["steps/mlp/none/200mbit"]["costs"], "payload_bytes": 1050.0}
-    searched = {**course({10: 0.86, 20: 0.86}), "payload_bytes": 300.0}
-    cells = {
-        **CELLS,
+def test_a_training_run_that_goes_up_and_down_takes_what_its_mean_payload_takes() -> None:
+    dense = {**POINTS["steps/mlp/none/200mbit"]["costs"], "payload_bytes": 1050.0}
+    searched = {**run({10: 0.86, 20: 0.86}), "payload_bytes": 300.0}
+    points = {
+        **POINTS,
         "steps/mlp/none/200mbit": {**step(2.2), "costs": dense},
-        "steps/mlp/gravac/200mbit": step(0.001),  # of its last steps: no measure of the course
+        "steps/mlp/gravac/200mbit": step(0.001),  # of its last steps: no measure of the training run
         "course/mlp/gravac/0": searched,
     }
     # a quarter of the way from topk's 50 bytes and 0.2 s to 1,050 bytes and 2.2 s
-    assert tables.seconds_to_target(cells, "mlp", "gravac", "200mbit") == pytest.approx(10 * 0.7)
+    assert tables.seconds_to_target(points, "mlp", "gravac", "200mbit") == pytest.approx(10 * 0.7)
     del searched["payload_bytes"]
-    assert math.isnan(tables.seconds_to_target(cells, "mlp", "gravac", "200mbit"))
+    assert math.isnan(tables.seconds_to_target(points, "mlp", "gravac", "200mbit"))
 
 
 def test_the_target_is_reached_by_the_mean_over_the_seeds() -> None:
-    cells = {
-        "course/mlp/stock-fp32/0": course({10: 0.8, 20: 0.9}),
-        "course/mlp/stock-fp32/1": course({10: 0.8, 20: 0.8}),
-        "course/mlp/topk/0": course({10: 0.7, 20: 0.892}),
-        "course/mlp/topk/1": course({10: 0.8, 20: 0.802}),
+    points = {
+        "course/mlp/stock-fp32/0": run({10: 0.8, 20: 0.9}),
+        "course/mlp/stock-fp32/1": run({10: 0.8, 20: 0.8}),
+        "course/mlp/topk/0": run({10: 0.7, 20: 0.892}),
+        "course/mlp/topk/1": run({10: 0.8, 20: 0.802}),
     }
-    found = tables.outcome(cells, "mlp", "topk")
+    found = tables.outcome(points, "mlp", "topk")
     assert (found.seeds, found.by_themselves) == (2, 1)
     assert (found.steps, found.seconds) == (20, 40.0)
     assert found.loss == pytest.approx(0.003)
-    cells["course/mlp/topk/1"] = course({10: 0.8, 20: 0.79})
-    assert math.isnan(tables.outcome(cells, "mlp", "topk").steps)
+    points["course/mlp/topk/1"] = run({10: 0.8, 20: 0.79})
+    assert math.isnan(tables.outcome(points, "mlp", "topk").steps)
 
 
 def test_perplexity_is_better_the_lower() -> None:
-    cells = {
-        "course/lstm/stock-fp32/0": course({10: 300.0, 20: 200.0}, name="perplexity"),
-        "course/lstm/topk/0": course({10: 201.9, 20: 203.0}, name="perplexity"),
+    points = {
+        "course/lstm/stock-fp32/0": run({10: 300.0, 20: 200.0}, name="perplexity"),
+        "course/lstm/topk/0": run({10: 201.9, 20: 203.0}, name="perplexity"),
     }
-    found = tables.outcome(cells, "lstm", "topk")
+    found = tables.outcome(points, "lstm", "topk")
     assert found.steps == 10
     assert found.loss == pytest.approx(0.015)
 
 
-def test_horovods_own_waiting_is_what_it_takes_longer_than_alone() -> None:
-    stock = tables.parts_of(CELLS["steps/mlp/stock-fp16/200mbit"], 10.0)
+def test_horovods_own_waiting_is_what_it_takes_longer_than_compute_only() -> None:
+    stock = tables.parts_of(POINTS["steps/mlp/stock-fp16/200mbit"], 10.0)
     assert (stock["compute"], stock["communicate"]) == pytest.approx((0.1, 0.9))
-    own = tables.parts_of(CELLS["steps/mlp/topk/200mbit"], 2.0)
+    own = tables.parts_of(POINTS["steps/mlp/topk/200mbit"], 2.0)
     assert own["communicate"] == pytest.approx(0.1 * 0.2 / 0.4)
 
 
-def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash() -> None:
-    text = tables.show(CELLS)
+def test_the_tables_show_every_grid_point_and_what_is_not_known_as_a_dash() -> None:
+    text = tables.show(POINTS)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["qsgd"][-2:] == ["-", "-"]
     assert rows["topk"][1:3] == ["84.00%", "-1.00"]
@@ -261,8 +261,8 @@ def test_the_tables_show_every_cell_and_what_is_not_known_as_a_dash() -> None:
 
 
 def test_steps_at_several_rates_stand_side_by_side() -> None:
-    assert tables.rates_rows(CELLS) == [["median step (x compute-only)", *tables.RATES]]
-    more = {**CELLS, "steps/mlp/topk/1gbit": step(0.15), "steps/lstm/topk/1gbit": step(0.3)}
+    assert tables.rates_rows(POINTS) == [["median step (x compute-only)", *tables.RATES]]
+    more = {**POINTS, "steps/mlp/topk/1gbit": step(0.15), "steps/lstm/topk/1gbit": step(0.3)}
     assert tables.rates_rows(more)[1:] == [
         ["mlp, compute-only", *["100 ms (1.00)"] * 4],
         ["mlp, stock-fp32", "-", "2,000 ms (20.00)", "-", "-"],
@@ -273,7 +273,7 @@ def test_steps_at_several_rates_stand_side_by_side() -> None:
 
 
 def test_steps_of_two_machines_are_not_compared() -> None:
-    here = {key: {"place": "here", **each} for key, each in CELLS.items()}
+    here = {key: {"place": "here", **each} for key, each in POINTS.items()}
     heading = ["measured on", "steps", "training runs"]
     assert tables.places_rows(here) == [heading, ["here", "mlp", "mlp"]]
     topk = "steps/mlp/topk/200mbit"
@@ -291,8 +291,8 @@ def test_steps_of_two_machines_are_not_compared() -> None:
     assert training.fastest({**faster, "place": "there"}, slower) == {**slower, "launches": 1}
 
 
-def test_what_is_not_measured_has_not_met_its_bar() -> None:
-    missed = "\n".join(tables.missed(CELLS))
+def test_what_is_not_measured_has_not_met_its_target() -> None:
+    missed = "\n".join(tables.missed(POINTS))
     assert "lstm, 200mbit: a step of topk is nan x compute-only" in missed
     assert "lstm: no training runs" in missed
     # 13 s of 30 s, and one point worse than dense; qsgd is farther off, and never gets there
@@ -300,29 +300,29 @@ def test_what_is_not_measured_has_not_met_its_bar() -> None:
     assert "mlp: topk ends 1.00 % worse than dense (1 seeds)" in missed
 
 
-def test_bars_that_are_met_are_not_named() -> None:
-    cells: dict[str, Any] = {}
+def test_targets_that_are_met_are_not_named() -> None:
+    points: dict[str, Any] = {}
     for model, name, score in (("lstm", "perplexity", 100.0), ("mlp", "accuracy", 0.9)):
-        cells[f"steps/{model}/alone"] = step(0.1)
-        cells[f"steps/{model}/stock-fp16/200mbit"] = step(1.0)
-        cells[f"steps/{model}/topk/200mbit"] = step(0.13)
+        points[f"steps/{model}/alone"] = step(0.1)
+        points[f"steps/{model}/stock-fp16/200mbit"] = step(1.0)
+        points[f"steps/{model}/topk/200mbit"] = step(0.13)
         for seed in range(3):
             for method in ("stock-fp32", "topk"):
-                cells[f"course/{model}/{method}/{seed}"] = course({10: score}, name=name)
-    assert tables.missed(cells) == []
+                points[f"course/{model}/{method}/{seed}"] = run({10: score}, name=name)
+    assert tables.missed(points) == []
     # of both forms of top-k the faster
-    cells["steps/lstm/topk/200mbit"], cells["steps/lstm/topk-sign/200mbit"] = step(0.14), step(0.13)
-    assert tables.missed(cells) == []
+    points["steps/lstm/topk/200mbit"], points["steps/lstm/topk-sign/200mbit"] = step(0.14), step(0.13)
+    assert tables.missed(points) == []
     # one method is enough
     for seed in range(3):
-        cells[f"course/mlp/qsgd/{seed}"] = course({10: 0.1})
-    assert tables.missed(cells) == []
+        points[f"course/mlp/qsgd/{seed}"] = run({10: 0.1})
+    assert tables.missed(points) == []
 
 
 # ---------------------------------------------------------------------------------------- priority
 
 
-def test_a_priority_that_harms_the_median_launch_misses_its_bar() -> None:
+def test_a_priority_that_harms_the_median_launch_misses_its_target() -> None:
     quicker = {"hvd.init()": [0.3, 0.2, 0.2], "hva.init()": [0.1, 0.5, 0.1]}
     slower = {"hvd.init()": [0.100, 0.1, 0.1], "hva.init()": [0.104, 0.104, 0.1]}
     cases = {"a rank a core": {"topk": quicker, "stock-fp16": slower}}
@@ -339,14 +339,14 @@ def test_a_priority_that_harms_the_median_launch_misses_its_bar() -> None:
 # ---------------------------------------------------------------------------------------- pictures
 
 
-def test_the_pictures_are_drawn_from_the_cells(tmp_path: Path) -> None:
+def test_the_pictures_are_drawn_from_the_grid_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    lstm = {key.replace("mlp", "lstm"): value for key, value in CELLS.items()}
-    assert set(plots.curves(CELLS, "mlp")) == {"stock-fp32", "stock-fp16", "topk"}
-    assert plots.curves(CELLS, "mlp")["topk"][0] == pytest.approx([11.0, 13.0, 15.0])
-    for draw, cells in ((plots.overview, CELLS), (plots.steps, lstm), (plots.accuracy, CELLS)):
+    lstm = {key.replace("mlp", "lstm"): value for key, value in POINTS.items()}
+    assert set(plots.curves(POINTS, "mlp")) == {"stock-fp32", "stock-fp16", "topk"}
+    assert plots.curves(POINTS, "mlp")["topk"][0] == pytest.approx([11.0, 13.0, 15.0])
+    for draw, points in ((plots.overview, POINTS), (plots.steps, lstm), (plots.accuracy, POINTS)):
         path = tmp_path / f"{draw.__name__}.png"
-        assert draw(cells, path)
+        assert draw(points, path)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert not draw({}, tmp_path / "empty.png")
 
@@ -474,7 +474,7 @@ def test_the_quick_overhead_runs_without_an_active_environment_and_writes_no_fil
     assert (BENCHMARKS / "results" / "overhead.json").read_bytes() == before
 
 
-def test_an_overhead_above_its_bar_is_missed_and_what_is_not_measured_is_not() -> None:
+def test_an_overhead_above_its_target_is_missed_and_what_is_not_measured_is_not() -> None:
     part = dict.fromkeys(overhead.PARTS, 300.0)
     calls = {"topk": {"layer": 3.0, "bucket": 40.0, "300 layers": 900.0, "parts": part}}
     step = {"milliseconds": {"topk 1 %": 10.0}, "ratio": {"none": 1.04}}
@@ -486,18 +486,18 @@ def test_an_overhead_above_its_bar_is_missed_and_what_is_not_measured_is_not() -
     assert overhead.missed({"ranks": 2, "steps": {}, "calls": calls}) == []
 
 
-def test_a_check_compares_the_file_with_the_bars_and_measures_nothing(
+def test_a_check_compares_the_file_with_the_targets_and_measures_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missed(figures: dict[str, Any]) -> list[str]:
         return [] if figures["r2"] >= 0.9 else [f"r2 is {figures['r2']}"]
 
-    assert benchmark_cells.check("costs", missed, tmp_path) == 1
+    assert command_line.check("costs", missed, tmp_path) == 1
     assert "costs.json is not there" in capsys.readouterr().out
     report.write("costs", {"r2": 0.95}, tmp_path)
-    assert benchmark_cells.check("costs", missed, tmp_path) == 0
+    assert command_line.check("costs", missed, tmp_path) == 0
     report.write("costs", {"r2": 0.5}, tmp_path)
-    assert benchmark_cells.check("costs", missed, tmp_path) == 1
+    assert command_line.check("costs", missed, tmp_path) == 1
     assert "r2 is 0.5" in capsys.readouterr().out
 
 
