@@ -8,7 +8,7 @@
 #     --fresh    also what an earlier call has finished
 #     --list     what there is and which of it is finished; nothing runs
 #
-# Resumable: what is finished is left out the next time, and scripts that take long go on where they were.
+# Resumable: what is finished is left out the next time, and scripts that take long continue where they were.
 # Ctrl-C ends the running script, which keeps what it has, and shows what is done and what is left.
 # Each script's output is also in runs/benchmarks/NAME.log. Slow networks need root (launch/netlab.sh); without
 # it, what needs them is skipped. Afterwards, benchmarks/report/results_page.py puts the figures into RESULTS.md, README.md and

@@ -107,7 +107,7 @@ main() {
     esac
     mkdir -p "$data_dir"
     data_dir=$(cd "$data_dir" && pwd)
-    # Beside its destination, so that the last step is a rename.
+    # Next to its destination, so that the last step is a rename.
     scratch=$(mktemp -d "$data_dir/.fetch.XXXXXX")
     trap 'rm -rf "$scratch"' EXIT
     missing=()

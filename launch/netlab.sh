@@ -22,7 +22,7 @@
 # TRACE is one of
 #     FILE                   CSV rows "seconds,rate" or "seconds,rate,host", by rising seconds
 #     sin2 --low RATE --high RATE [--period 20] [--noise 0] [--seed 0] [--every 0.5]
-#                            low + (high - low) * sin^2(pi * t / period), every so often; times 1 + noise * a normal
+#                            low + (high - low) * sin^2(pi * t / period), in equal intervals; times 1 + noise * a normal
 #                            variate
 #   with
 #     --seconds S            end after S seconds (default: a FILE where its last row has lasted as long as the one

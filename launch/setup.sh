@@ -263,7 +263,7 @@ build_horovod() {
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     [[ -v HOROVOD_WITHOUT_MPI ]] || export HOROVOD_WITH_MPI=1
     [[ -v HOROVOD_WITHOUT_GLOO ]] || export HOROVOD_WITH_GLOO=1
-    # CMake 4 refuses the bundled gloo, which asks for the behaviour of 2.8.
+    # CMake 4 refuses the bundled gloo, which asks for the behavior of 2.8.
     export CMAKE_POLICY_VERSION_MINIMUM=${CMAKE_POLICY_VERSION_MINIMUM:-3.5}
     # Horovod's own default is eight compilers at once, whatever the machine.
     export MAKEFLAGS=${MAKEFLAGS:--j$(count_cores)}
@@ -294,7 +294,7 @@ ensure_horovod() {
     fi
     local -a wheels=("$folder"/*.whl)
     step "Install Horovod $horovod_version" \
-        "Remove the wheel and run this again, to build it anew: rm -r $folder" \
+        "Remove the wheel and run this again, to build it again: rm -r $folder" \
         install_horovod "${wheels[0]}"
     stamp horovod "$folder"
 }

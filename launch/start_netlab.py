@@ -1,4 +1,4 @@
-"""What launch/netlab.sh starts: the package netlab beside this file."""
+"""What launch/netlab.sh starts: the package netlab next to this file."""
 
 import sys
 

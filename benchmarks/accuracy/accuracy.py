@@ -8,7 +8,7 @@ counts is the mean over the seeds, less that of the dense runs.
     python -m benchmarks.accuracy.accuracy --check  # 1 if a stored row is a point worse
     python -m benchmarks.accuracy.accuracy --only topk,qsgd --fresh
 
-Runs that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
+Runs that the file already holds are not repeated, so an interrupted benchmark continues where it was.
 
 Settings are chosen by ``--tune COMPRESSION[/FEEDBACK]``, which trains on the first 50,000 images
 with other seeds, scores the other 10,000, and writes no file: the test set has no part in it.
@@ -36,8 +36,8 @@ EPOCHS, BATCH, RATE, MOMENTUM, DECAY = 1.0, 64, 0.03, 0.9, 5e-4
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One row: how gradients travel."""
+class CompressionSetting:
+    """One row: how gradients are sent."""
 
     compression: str
     feedback: str | None = None
@@ -45,27 +45,29 @@ class Setting:
 
 
 SETTINGS = {
-    "none": Setting("none", warmup_steps=0),
-    "fp16": Setting("fp16", warmup_steps=0),
-    "bf16": Setting("bf16", warmup_steps=0),
-    "topk": Setting("topk:density=0.25"),
-    "topk + ef21": Setting("topk:density=0.25", "ef21"),
-    "globaltopk": Setting("globaltopk:density=0.25"),
-    "threshold": Setting("threshold:threshold=0.002"),
-    "dgc": Setting("dgc:density=0.25", "ef"),
-    "dgc + momentum correction": Setting("dgc:density=0.1", "dgc:momentum=0.9,masking=false"),
-    "redsync": Setting("redsync:density=0.1"),
-    "randomk": Setting("randomk:density=0.5,unbiased=true"),
-    "powersgd": Setting("powersgd:rank=4"),
-    "qsgd": Setting("qsgd:bits=4"),
-    "qsgdinf": Setting("qsgdinf:bits=4"),
-    "nuqsgd": Setting("nuqsgd:bits=4"),
-    "natural": Setting("natural:bits=4"),
-    "terngrad": Setting("terngrad"),
-    "signsgd": Setting("signsgd:block=32", "ef:decay=0.5", warmup_steps=200),
-    "onebit": Setting("onebit:block=64"),
-    "alq": Setting("alq:bits=3"),
-    "amq": Setting("amq:bits=3"),
+    "none": CompressionSetting("none", warmup_steps=0),
+    "fp16": CompressionSetting("fp16", warmup_steps=0),
+    "bf16": CompressionSetting("bf16", warmup_steps=0),
+    "topk": CompressionSetting("topk:density=0.25"),
+    "topk + ef21": CompressionSetting("topk:density=0.25", "ef21"),
+    "globaltopk": CompressionSetting("globaltopk:density=0.25"),
+    "threshold": CompressionSetting("threshold:threshold=0.002"),
+    "dgc": CompressionSetting("dgc:density=0.25", "ef"),
+    "dgc + momentum correction": CompressionSetting(
+        "dgc:density=0.1", "dgc:momentum=0.9,masking=false"
+    ),
+    "redsync": CompressionSetting("redsync:density=0.1"),
+    "randomk": CompressionSetting("randomk:density=0.5,unbiased=true"),
+    "powersgd": CompressionSetting("powersgd:rank=4"),
+    "qsgd": CompressionSetting("qsgd:bits=4"),
+    "qsgdinf": CompressionSetting("qsgdinf:bits=4"),
+    "nuqsgd": CompressionSetting("nuqsgd:bits=4"),
+    "natural": CompressionSetting("natural:bits=4"),
+    "terngrad": CompressionSetting("terngrad"),
+    "signsgd": CompressionSetting("signsgd:block=32", "ef:decay=0.5", warmup_steps=200),
+    "onebit": CompressionSetting("onebit:block=64"),
+    "alq": CompressionSetting("alq:bits=3"),
+    "amq": CompressionSetting("amq:bits=3"),
 }
 """The first 100 of 468 steps are dense: a short run cannot make up for what it loses at its start.
 
@@ -74,7 +76,7 @@ training images, as for all settings here: 0.4 points below dense, 0.9 with 100.
 """
 
 
-def train(task: Any, setting: Setting, seed: int, epochs: float) -> dict[str, float]:
+def train(task: Any, setting: CompressionSetting, seed: int, epochs: float) -> dict[str, float]:
     """One run on all ranks; the same figures on all of them."""
     import horovod.torch as hvd
     import torch
@@ -157,7 +159,7 @@ def tune(spec: str, warmup: int, seeds: int, epochs: float) -> None:
     ]
     task = replace(task, train=parts[0], held_out=parts[1])
     compression, _, feedback = spec.partition("/")
-    setting = Setting(compression, feedback or None, warmup)
+    setting = CompressionSetting(compression, feedback or None, warmup)
     scores = [train(task, setting, TUNE_SEED + seed, epochs)["accuracy"] for seed in range(seeds)]
     if hvd.rank() == 0:
         each = " ".join(f"{score:.2%}" for score in scores)
@@ -200,7 +202,10 @@ def rows_of(runs: dict[str, Any]) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]]) -> None:
     """The table."""
     table: list[list[object]] = [
-        ["", "setting", "feedback", "accuracy", "spread", "less dense", "payload smaller by", "seeds"]
+        [
+            *("", "setting", "feedback", "accuracy", "range over seeds"),
+            *("accuracy difference (pp)", "compression ratio", "seeds"),
+        ]
     ]
     table += [
         [
@@ -210,7 +215,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['accuracy']:.2%}",
             f"{100 * row['spread']:.2f}",
             f"{100 * row['difference']:+.2f}",
-            f"{row['ratio']:.1f}x",
+            f"{row['ratio']:.1f}",
             row["seeds"],
         ]
         for row in rows

@@ -157,7 +157,7 @@ def factors_sent(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]
 
 
 def speed(figures: Mapping[str, Any]) -> float:
-    """Samples a second in the last third."""
+    """Samples per second in the last third."""
     seconds = figures["step_seconds"]
     return float(figures["samples_per_step"] / statistics.median(seconds[-len(seconds) // 3 :]))
 
@@ -222,10 +222,13 @@ def visited(figures: Mapping[str, Any]) -> list[int]:
 
 
 def show(points: Mapping[str, Any]) -> None:
-    """The tables, and the papers' numbers beside."""
+    """The tables, and the papers' numbers next to them."""
     rows = summary(points)
     table: list[list[object]] = [
-        ["", "accuracy", "less dense", "loss", "samples/s, end", "seconds in all", "MB a step", "seeds"]
+        [
+            *("", "accuracy", "accuracy difference (pp)", "loss", "samples/s, end", "seconds in all"),
+            *("MB per step", "seeds"),
+        ]
     ]
     for name, row in rows.items():
         table.append(
@@ -252,7 +255,7 @@ def show(points: Mapping[str, Any]) -> None:
 
 
 def compared(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Ours beside the papers'."""
+    """Our figures next to the papers'."""
     found = []
     for mine, other, key, better, theirs in PAPER:
         if {mine, other} <= set(rows):

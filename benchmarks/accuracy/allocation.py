@@ -12,7 +12,7 @@ the error tables of some steps are averaged, as during training with a planner, 
     python -m benchmarks.accuracy.allocation --only ResNet --fresh
     python -m benchmarks.accuracy.allocation --quick  # small and few, for the tests; no file
 
-Models that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
+Models that the file already holds are not repeated, so an interrupted benchmark continues where it was.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ QUICK: dict[str, tuple[str, ...]] = {"MLP": ("--preset", "mlp-digits", "--width"
 
 
 @dataclass(frozen=True)
-class Setting:
+class AllocationCase:
     """A uniform default, which the plan is compared with.
 
     Args:
@@ -77,10 +77,10 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("qsgd:bits=4", 1.1, "1.10-1.41"),
-    Setting("topk:density=0.01", 1.5, "2.67-3.78 (images)"),
-    Setting("topk:density=0.1", None, "2.61-5.2 (text)"),
-    Setting("powersgd:rank=4", 1.3, "1.44-1.85 (images)"),
+    AllocationCase("qsgd:bits=4", 1.1, "1.10-1.41"),
+    AllocationCase("topk:density=0.01", 1.5, "2.67-3.78 (images)"),
+    AllocationCase("topk:density=0.1", None, "2.61-5.2 (text)"),
+    AllocationCase("powersgd:rank=4", 1.3, "1.44-1.85 (images)"),
 )
 """The paper's defaults; its rank 32 for text needs wider layers than these models have."""
 
@@ -216,7 +216,7 @@ def compress(
 
 
 def unequal_bits(table: Table) -> float:
-    """Bits a value that layers' unequal errors are worth, were bits no whole numbers.
+    """Bits per value that layers' unequal errors are worth, were bits no whole numbers.
 
     A bit quarters a quantizer's error, so least bits at equal total error make the error an element
     equal in all layers: half the logarithm of its arithmetic over its geometric mean is saved.
@@ -229,7 +229,7 @@ def unequal_bits(table: Table) -> float:
     return float(0.5 * (np.log2(share @ density) - share @ np.log2(density)))
 
 
-def compare(layers: Sequence[Layer], setting: Setting, moment: Moment) -> dict[str, Any]:
+def compare(layers: Sequence[Layer], setting: AllocationCase, moment: Moment) -> dict[str, Any]:
     """The plan against the uniform default, predicted and real."""
     rows = rows_of(layers, setting.compression)
     table = table_for(rows, moment.sampled)

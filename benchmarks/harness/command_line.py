@@ -114,7 +114,7 @@ def complete(
     missed: Callable[[], list[str]],
     check: bool,
 ) -> int:
-    """Measure what is to be measured, tell what there is, and compare it with the targets.
+    """Measure what is to be measured, show what there is, and compare it with the targets.
 
     Returns:
         The program's exit status: 130 after Ctrl-C, 1 if targets are to be checked and one is missed.

@@ -87,7 +87,7 @@ class Job:
 
     Args:
         commands: what to start, without ``--result``.
-        environment: beside this process's.
+        environment: in addition to this process's.
         seconds: after which the job counts as hung.
     """
 
@@ -212,7 +212,7 @@ def figures_here(ranks: int, name: str, arguments: Sequence[str]) -> dict[str, A
     """Runs a benchmark's module with ``--worker FILE`` on ranks of this machine, under horovodrun.
 
     Returns:
-        What the first rank has written into that file.
+        What rank 0 has written into that file.
 
     Raises:
         SystemExit: a rank failed; with all that they printed.
@@ -273,7 +273,7 @@ class Lab:
 
     Args:
         hosts: how many; one rank on each.
-        rate: of every link, or one a host with commas between, in tc's words, or :data:`UNSHAPED`.
+        rate: of every link, or one per host with commas between, in tc's words, or :data:`UNSHAPED`.
         name: of the lab, if another program has to find it.
     """
 
@@ -340,7 +340,7 @@ class Lab:
 
         Args:
             arguments: of train.py.
-            environment: beside one thread a rank; for Open MPI's or Horovod's settings.
+            environment: in addition to one thread per rank; for Open MPI's or Horovod's settings.
             seconds: after which the job counts as hung.
         """
         command = [*NETLAB, "--name", self.name, "mpirun", *TRAIN, "--threads", "1", *arguments]

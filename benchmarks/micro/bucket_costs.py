@@ -1,4 +1,4 @@
-"""What a byte of each bucket costs: random plans, and a fit of the synchronisation time.
+"""What a byte of each bucket costs: random plans, and a fit of the synchronization time.
 
 On hosts with slow links, a job trains with the planner ``lgreco-time``, which first tries random plans.
 Of each step it records the bytes of every bucket and the seconds from the start of the first bucket to
@@ -105,7 +105,7 @@ def plans_of(path: Path) -> int:
 
 
 class Recorder:
-    """Writes what the planner is told of the steps that count: those of a random plan at work.
+    """Writes what the planner is given about the steps that count: those of a random plan at work.
 
     Args:
         path: of the CSV file.

@@ -1,4 +1,4 @@
-"""What the kernels cost, in copies of the tensor and against torch.topk, on one thread.
+"""What the kernels cost, in memcpys of the tensor and against torch.topk, on one thread.
 
 Six questions:
 
@@ -49,7 +49,7 @@ CONTESTANTS: dict[str, tuple[Compressor, float]] = {
     "threshold": (Threshold(threshold=3.643), math.inf),  # 1 % of the sum of two normals
     "globaltopk": (GlobalTopK(density=0.01), math.inf),
 }
-"""Accumulate, compress and keep the remainder: the most copies of the tensor that this may take."""
+"""Accumulate, compress and keep the remainder: the most memcpys of the tensor that this may take."""
 TABLE_TARGETS = {"topk", "dgc", "redsync"}
 """Contestants whose error table must be cheap (that of one threshold more or less has no target)."""
 TABLE_LEVELS = 100
@@ -75,7 +75,7 @@ QUANTIZERS = (
     "alq",
     "amq",
 )
-QUANTIZE_TARGETS = {"compress": 15.0, "decompress": 8.0}  # qsgd at 4 bits, in copies
+QUANTIZE_TARGETS = {"compress": 15.0, "decompress": 8.0}  # qsgd at 4 bits, in memcpys
 COPIES_TARGET = 8.0
 SPEEDUP_TARGET = 15.0
 BITS_TARGETS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
@@ -156,7 +156,7 @@ def decompress(bucket: Setup, body: Tensor) -> None:
 
 
 def entropy(density: float, values: ValueFormat) -> float:
-    """Bits a value: the position's entropy and the width of the value."""
+    """Bits per value: the position's entropy and the width of the value."""
     position = -math.log2(density) - (1 - density) / density * math.log2(1 - density)
     return position + values.bits
 
@@ -200,7 +200,7 @@ def large_layer(numel: int, density: float, repeats: int) -> dict[str, dict[str,
 
 
 def small_layers(layers: int, numel: int, repeats: int) -> dict[str, float]:
-    """Microseconds a layer of one call for all of them, against torch.topk layer by layer."""
+    """Microseconds per layer of one call for all of them, against torch.topk layer by layer."""
     bucket = setup(layers, numel, 0.01)
     contestants: dict[str, Callable[[], object]] = {
         "compress": lambda: compress(bucket, ValueFormat.bf16),
@@ -264,7 +264,7 @@ def compressing(compressor: Compressor, bucket: Setup, levels: list[float]) -> f
 
 
 def rules(numel: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Every contestant's pass over one large layer, and its error table, in copies of the layer."""
+    """Every contestant's pass over one large layer, and its error table, in memcpys of the layer."""
     bucket = setup(1, numel, 0.01)
     copy, total = torch.empty_like(bucket.start), bucket.start + bucket.grads[0]
     turns: dict[str, Callable[[], object]] = {"memcpy": lambda: copy.copy_(bucket.start)}
@@ -287,7 +287,7 @@ def rules(numel: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def quantized(numel: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Copies of the tensor that compressing and adding take, and bits a value, of each quantizer."""
+    """Memcpys of the tensor that compressing and adding take, and bits per value, of each quantizer."""
     bucket, copy = setup(1, numel, 0.01), torch.empty(numel)
     members = {spec: cast(GatheredCompressor, parse(spec)) for spec in QUANTIZERS}
 
@@ -388,17 +388,17 @@ def missed_of_sparse(large: dict[str, dict[str, float]], small: dict[str, float]
     for name in (*ValueFormat.__members__, WITH_SPECTRUM):
         row = large[name]
         if row["copies"] > COPIES_TARGET:
-            found.append(f"{name}: {row['copies']:.1f} copies, target {COPIES_TARGET}")
+            found.append(f"{name}: {row['copies']:.1f} memcpys, target {COPIES_TARGET}")
         if row["speedup"] < SPEEDUP_TARGET:
             found.append(f"{name}: {row['speedup']:.1f} x torch.topk, target {SPEEDUP_TARGET}")
     for values in ValueFormat:
         row = large[values.name]
         if row["bits"] > BITS_TARGETS.get(values, math.inf):
             found.append(
-                f"{values.name}: {row['bits']:.2f} bits a value, target {BITS_TARGETS[values]}"
+                f"{values.name}: {row['bits']:.2f} bits per value, target {BITS_TARGETS[values]}"
             )
         if not 1.0 <= row["bound"] <= 1.03:
-            found.append(f"{values.name}: planners are told {row['bound']:.3f} of the bytes sent")
+            found.append(f"{values.name}: planners see {row['bound']:.3f} of the bytes sent")
     if small["compress"] > SMALL_LAYER_TARGET:
         found.append(f"small layers: {small['compress']:.1f} us each, target {SMALL_LAYER_TARGET}")
     return found
@@ -413,7 +413,7 @@ def missed_of_rules(
     found = []
     for name, (_, target) in CONTESTANTS.items():
         if ruled[name]["copies"] > target:
-            found.append(f"{name}: {ruled[name]['copies']:.1f} copies, target {target}")
+            found.append(f"{name}: {ruled[name]['copies']:.1f} memcpys, target {target}")
     for name in sorted(TABLE_TARGETS):
         passes, speedup = ruled[name]["table_passes"], ruled[name]["table_speedup"]
         if passes > TABLE_PASSES_TARGET:
@@ -428,7 +428,7 @@ def missed_of_rules(
             found.append(f"{name}: multi-level is {speedup:.2f} x as fast, target {MULTI_LEVEL_TARGET}")
     for key, target in QUANTIZE_TARGETS.items():
         if quantizers["qsgd"][key] > target:
-            found.append(f"qsgd: {key} takes {quantizers['qsgd'][key]:.1f} copies, target {target}")
+            found.append(f"qsgd: {key} takes {quantizers['qsgd'][key]:.1f} memcpys, target {target}")
     return found
 
 
@@ -453,7 +453,7 @@ def measure(quick: bool) -> dict[str, Any]:
     print_rows(f"factor 10, then 1000 (paper: {PAPERS_MULTI_LEVEL} x)", levels)
 
     quantizers = quantized(numel, repeats)
-    print_rows("copies of the tensor, and bits", quantizers)
+    print_rows("memcpys of the tensor, and bits", quantizers)
     return {
         "numel": numel,
         "large": {f"{density:g}": rows for density, rows in large.items()},

@@ -7,7 +7,7 @@
 Two questions:
 
 1. ``compression=none`` against stock Horovod, in turn within one run, on a model of few large layers
-   and on one of 300 small layers: how much longer is a step? (``topk`` beside it.)
+   and on one of 300 small layers: how much longer is a step? (Next to it, ``topk``.)
 2. What do Python and the kernels' calls cost for each layer and each bucket, without a network, and
    which part of a step spends it?
 """
@@ -138,7 +138,7 @@ class LoneTransport:
         return handle
 
     def traffic(self, request: Any, received: int) -> int:
-        """Nothing travels."""
+        """Nothing is sent."""
         del request, received
         return 0
 

@@ -34,7 +34,7 @@ Rows = list[np.ndarray]
 
 
 @dataclass(frozen=True)
-class Model:
+class SyntheticModel:
     """A model's candidates.
 
     Args:
@@ -72,11 +72,11 @@ class Model:
 
 
 MODELS = {
-    WITH_TARGET[0]: Model(161, "top-k", 90),
-    WITH_TARGET[1]: Model(161, "random", 50),
-    "ResNet-50, quantizer": Model(161, "quantizer", 4),
-    "ResNet-18, top-k": Model(62, "top-k", 90),
-    "Transformer, top-k": Model(300, "top-k", 90),
+    WITH_TARGET[0]: SyntheticModel(161, "top-k", 90),
+    WITH_TARGET[1]: SyntheticModel(161, "random", 50),
+    "ResNet-50, quantizer": SyntheticModel(161, "quantizer", 4),
+    "ResNet-18, top-k": SyntheticModel(62, "top-k", 90),
+    "Transformer, top-k": SyntheticModel(300, "top-k", 90),
 }
 
 
@@ -117,7 +117,7 @@ def sum_of(rows: Rows, choice: np.ndarray) -> float:
     return total([row[index] for row, index in zip(rows, choice, strict=True)])
 
 
-def knapsacks(model: Model, seeds: int, runs: int) -> dict[str, float]:
+def knapsacks(model: SyntheticModel, seeds: int, runs: int) -> dict[str, float]:
     """Seconds and the largest gap of both readings, with the defaults' error and bytes as bounds."""
     gaps: list[tuple[float, float]] = []
     for seed in range(seeds - 1, -1, -1):  # the first one's numbers are timed
@@ -162,7 +162,7 @@ def others(runs: int) -> dict[str, float]:
 
 def measure(quick: bool) -> dict[str, Any]:
     """Both tables; each is printed when it is there."""
-    models = {"quick": Model(12, "quantizer", 4)} if quick else MODELS
+    models = {"quick": SyntheticModel(12, "quantizer", 4)} if quick else MODELS
     seeds, runs = (1, 1) if quick else (3, 5)
     found = {name: knapsacks(model, seeds, runs) for name, model in models.items()}
     lines = [[name, *row.values()] for name, row in found.items()]

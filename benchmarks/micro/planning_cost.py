@@ -13,7 +13,7 @@ which some take longer to compress, and by noise.
     python -m benchmarks.micro.planning_cost --only "ResNet, topk" --fresh
     python -m benchmarks.micro.planning_cost --quick  # one small model; no target, no file
 
-Cases that the file already holds are not repeated, so an interrupted benchmark goes on where it was.
+Cases that the file already holds are not repeated, so an interrupted benchmark continues where it was.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def work(case: Case) -> dict[str, Any]:
         "again": steps_of(case, None, times["again"]),
     }
     block = case.period // SAMPLES
-    # half a block to begin with: errors are then measured amid a block, and not after its barrier
+    # half a block to begin with: errors are then measured within a block, and not after its barrier
     for turn, steps in enumerate([block // 2, *[block] * (case.periods * SAMPLES)]):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
             # an equal start: a rank that is ahead would charge its waiting to the other run

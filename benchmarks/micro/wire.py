@@ -1,13 +1,13 @@
-"""How near payloads come to what they must cost, and how much variance learnt levels save.
+"""How near payloads come to what they must cost, and how much variance learned levels save.
 
 Three questions:
 
-1. Positions of top-k: how many bits an element sent, against the entropy of a random
+1. Positions of top-k: how many bits per element sent, against the entropy of a random
    subset of that density?
 2. At 3 bits and equal blocks, on real gradients: what variance does each scheme of levels add, in
-   units of the gradient's energy? Levels are learnt on one gradient of each model and judged on later
+   units of the gradient's energy? Levels are learned on one gradient of each model and judged on later
    ones, from the tables, in float64, without drawing a random number.
-3. Learnt levels at 3 bits with Huffman coding: bits an element, against the fixed width and the
+3. Learned levels at 3 bits with Huffman coding: bits per element, against the fixed width and the
    entropy, and the variance that goes with them?
 
     python -m benchmarks.micro.wire            # prints tables, writes results/wire.json
@@ -35,7 +35,7 @@ from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.compressors.quantized import ALQ, AMQ
 from hvd_adaptive.wire import count_of
 
-LEARNT = {
+LEARNED = {
     "AMQ": "amq:norm=l2",
     "AMQ, max": "amq",
     "ALQ": "alq:norm=l2,zero=true",
@@ -43,7 +43,7 @@ LEARNT = {
     "ALQ without 0": "alq:norm=l2,coding=fixed",
     "ALQ without 0, max": "alq:coding=fixed",
 }
-"""Schemes of learnt levels."""
+"""Schemes of learned levels."""
 FIXED = "ALQ without 0, max"
 """The scheme with a target: that is about equal widths, so about what is best at a fixed width."""
 HUFFMAN = {
@@ -58,7 +58,7 @@ HUFFMAN_TARGET = 1.02
 DENSITIES = (0.1, 0.01, 0.001)
 BITS = 3
 BLOCK = 512
-SMALLEST_LAYER = 1024  # what is smaller travels dense
+SMALLEST_LAYER = 1024  # what is smaller is sent dense
 
 
 # --- positions ----------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def positions(numel: int, density: float) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class GradientSource:
     """A model of launch/ and how it is trained, as the presets there do."""
 
     data: str
@@ -94,10 +94,10 @@ class Recipe:
 
 
 RECIPES = {
-    "ResNet, Fashion-MNIST": Recipe(
+    "ResNet, Fashion-MNIST": GradientSource(
         "fashion", "resnet", {"width": 16, "layers": 1}, {}, 32, 0.05, 0.9, math.inf
     ),
-    "LSTM, words": Recipe(
+    "LSTM, words": GradientSource(
         "sotu",
         "lstm",
         {"width": 276, "layers": 2, "dropout": 0.1},
@@ -110,7 +110,7 @@ RECIPES = {
 }
 
 
-def gradients(recipe: Recipe, steps: int, count: int) -> list[list[Tensor]]:
+def gradients(recipe: GradientSource, steps: int, count: int) -> list[list[Tensor]]:
     """Train for some steps; the gradients of ``count`` more, layer by layer, as they are exchanged."""
     from launch.training import data, models
 
@@ -152,7 +152,7 @@ def learn(learned: LearnedLevels, layers: list[Tensor]) -> LearnedLevels:
 
 
 def schemes(layers: list[Tensor]) -> dict[str, tuple[np.ndarray, Norm]]:
-    """Magnitudes and norm of every scheme; the learnt ones from this gradient."""
+    """Magnitudes and norm of every scheme; the learned ones from this gradient."""
     uniform = LearnedLevels("alq", BLOCK, "max", start="uniform").table(BITS)
     halved = LearnedLevels("alq", BLOCK, "max", start="exponential").table(BITS)
     found: dict[str, tuple[np.ndarray, Norm]] = {
@@ -161,7 +161,7 @@ def schemes(layers: list[Tensor]) -> dict[str, tuple[np.ndarray, Norm]]:
         "NUQSGD": (halved, "l2"),
         "NUQSGD, max": (halved, "max"),
     }
-    for name, spec in LEARNT.items():
+    for name, spec in LEARNED.items():
         member = learner(spec)
         found[name] = (learn(member.new_state(), layers).table(BITS), cast(Norm, member.norm))
     return found
@@ -201,7 +201,7 @@ def _blocks(layer: Tensor) -> list[Tensor]:
 
 
 def variances(taken: list[list[Tensor]]) -> dict[str, float]:
-    """Of each scheme, learnt on the first gradient, mean over the others."""
+    """Of each scheme, learned on the first gradient, mean over the others."""
     return {
         name: float(np.mean([variance(layers, table, norm) for layers in taken[1:]]))
         for name, (table, norm) in schemes(taken[0]).items()
@@ -212,7 +212,7 @@ def variances(taken: list[list[Tensor]]) -> dict[str, float]:
 
 
 def coded(taken: list[list[Tensor]], spec: str) -> dict[str, float]:
-    """Bits an element of a payload, and its variance, of a gradient that levels were not learnt on."""
+    """Bits per element of a payload, and its variance, on a gradient that was not learned from."""
     member, layers = learner(spec), taken[-1]
     norm = cast(Norm, member.norm)
     state = learn(member.new_state(), taken[0])
@@ -268,7 +268,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
                 )
     for name, row in figures["huffman"].items():
         if row["bits"] > min(row["bar"], row["fixed"]):
-            found.append(f"{name}: {row['bits']:.3f} bits an element, target {row['bar']:.3f}")
+            found.append(f"{name}: {row['bits']:.3f} bits per element, target {row['bar']:.3f}")
     return found
 
 
@@ -288,7 +288,7 @@ def measure(quick: bool) -> dict[str, Any]:
         for name, found in taken.items()
         for row, spec in HUFFMAN.items()
     }
-    show(f"Huffman, {BITS} bits: bits an element, variance over energy", huffman)
+    show(f"Huffman, {BITS} bits: bits per element, variance over energy", huffman)
     sizes = {"numel": numel, "bits": BITS, "block": BLOCK}
     return {**sizes, "positions": bits, "variance": spread, "huffman": huffman}
 

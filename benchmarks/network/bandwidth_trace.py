@@ -2,7 +2,7 @@
 
 An MLP on Fashion-MNIST, 4 hosts (launch/netlab.sh), top-k of 0.3 % to 30 % with EF21 as feedback.
 
-* ``monitor``: the estimate of the bandwidth against the shaped rate, which is changed amid the run.
+* ``monitor``: the estimate of the bandwidth against the shaped rate, which is changed during the run.
   (On two cores, links of 300 Mbit/s are too fast for that: copying what they carry counts, too.)
 * ``uneven``: the same where one of the four links is four times slower.
 * ``kimad``, ``kimad+``: with a time for each step that lies between computing alone and a dense step,
@@ -66,7 +66,7 @@ class TracePoint:
 
     Args:
         planner: None sends a fixed density.
-        rates: of the links at the start, in Mbit/s, one for all or one a host.
+        rates: of the links at the start, in Mbit/s, one for all or one per host.
         changes: of all links: after so many steps, to so many Mbit/s.
         pattern: whether the links follow :data:`TRACE`.
         steps: of the training.
@@ -188,7 +188,7 @@ def _ends(step_seconds: Sequence[float], log: Log) -> list[float]:
 
 
 def _rates_of(file: Path) -> list[tuple[float, float]]:
-    """Of the first host: when, and how many bit a second."""
+    """Of the first host: when, and how many bit per second."""
     if not file.exists():
         return []
     with file.open() as lines:
@@ -233,7 +233,7 @@ def _shapes() -> list[tuple[int, ...]]:
 
 
 def tcp(rate: float) -> float:
-    """Bytes a second that TCP gets of so many Mbit/s."""
+    """Bytes per second that TCP gets of so many Mbit/s."""
     return TCP_SHARE * rate * 1e6 / 8
 
 
@@ -284,7 +284,7 @@ def kept(figures: Mapping[str, Any]) -> float:
 def rows_of(points: Mapping[str, Any]) -> list[list[object]]:
     """The table of the runs under the pattern."""
     rows: list[list[object]] = [
-        ["", f"steps within {SECONDS:g} s", "mean step", "median step", "MB a step", "accuracy after"]
+        ["", f"steps within {SECONDS:g} s", "mean step", "median step", "MB per step", "accuracy after"]
     ]
     for name in (name for name in points if POINTS[name].pattern):
         figures = points[name]
@@ -374,7 +374,7 @@ def draw(points: Mapping[str, Any], path: Path) -> None:
         steps, values = zip(*points["kimad"]["estimates"], strict=True)
         below.plot([ends[step] for step in steps], [v / 1e6 for v in values], label="Kimad's estimate")
         below.legend()
-    below.set(xlabel="seconds", ylabel="MB a second")
+    below.set(xlabel="seconds", ylabel="MB per second")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

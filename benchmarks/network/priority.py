@@ -7,7 +7,7 @@
 Trains the LSTM on hosts with links of 1 Gbit/s (launch/netlab.sh) that share two cores: a rank a core,
 and two ranks a core. ``hvd.init()`` (niceness 0) and ``hvd_adaptive.init()`` take turns, launch by
 launch, because some launches are slow from their first step to the last: where ranks share a core,
-those that wait take time from those that compute. Median, fastest and slowest launch are told.
+those that wait take time from those that compute. Median, fastest and slowest launch are shown.
 """
 
 from __future__ import annotations

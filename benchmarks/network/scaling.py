@@ -5,7 +5,7 @@
 2. An alpha-beta model of each is fitted to few ranks, and tried on more and on a payload it never saw.
 3. With it and with what a core needs to compress, a step's communication is carried on to 1,024 ranks.
 
-    sudo -E python -m benchmarks.network.scaling                     # minutes; after Ctrl-C it goes on
+    sudo -E python -m benchmarks.network.scaling                     # minutes; resumable
     sudo -E python -m benchmarks.network.scaling --networks 200mbit  # a part
     python -m benchmarks.network.scaling --networks                  # fit and print only
     python -m benchmarks.network.scaling --quick                     # seconds; no root, no file
@@ -38,8 +38,8 @@ import torch
 from benchmarks.harness import command_line, lab
 from benchmarks.network.scaling_model import (
     Line,
-    Method,
     Point,
+    ScaledMethod,
     Work,
     byte_seconds,
     crossing,
@@ -326,15 +326,15 @@ def fits(found: Seconds, cores: int) -> dict[str, dict[str, dict[str, float]]]:
 # --- many ranks ---------------------------------------------------------------------------------------
 
 
-def methods(work: dict[str, Work]) -> dict[str, Method]:
+def methods(work: dict[str, Work]) -> dict[str, ScaledMethod]:
     """What there is, and two ways of exchanging payloads that there could be."""
     gathered = ["top-k 1 %", "top-k 0.1 %", "quantizer 4 bit"]
     return {
-        DENSE: Method(work["fp16"], "allreduce"),
-        "PowerSGD rank 4, allreduce": Method(work["PowerSGD rank 4"], "allreduce", 2),
-        "random-k 1 %, allreduce": Method(work["random-k 1 %"], "allreduce"),
+        DENSE: ScaledMethod(work["fp16"], "allreduce"),
+        "PowerSGD rank 4, allreduce": ScaledMethod(work["PowerSGD rank 4"], "allreduce", 2),
+        "random-k 1 %, allreduce": ScaledMethod(work["random-k 1 %"], "allreduce"),
         **{
-            f"{name}, {collective}": Method(work[name], collective)
+            f"{name}, {collective}": ScaledMethod(work[name], collective)
             for collective in ("allgather", *COULD_BE)
             for name in gathered
         },
@@ -542,7 +542,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         right.plot(ranks, seconds, "--" if method.collective in COULD_BE else "-", label=name)
     right.set_xscale("log", base=2)
     right.set_yscale("log")
-    right.set(xlabel="ranks", ylabel="ms a step", title=f"25 M parameters, {rate_name}: carried on")
+    right.set(xlabel="ranks", ylabel="ms per step", title=f"25 M parameters, {rate_name}: carried on")
     right.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -630,7 +630,7 @@ def main() -> int:
         measure(found, busy, options.networks, RANKS, SIZES, POINT_SECONDS, save)
     except KeyboardInterrupt:
         interrupted = True
-        print("\nstopped; the same command goes on from here", flush=True)
+        print("\nstopped; the same command continues from here", flush=True)
         if len(work) < len(SPECS):
             return 130
     figures = {**analysed(found, work, os.cpu_count() or 1), "others busy": busy}

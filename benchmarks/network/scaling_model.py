@@ -120,13 +120,13 @@ def fit(points: Sequence[Point]) -> Line:
 def limited_by_link(point: Point, machine: float, rate: float, cores: int, smallest: int) -> bool:
     """Whether a point tells of the link and not of this machine. A rule that sees no residual.
 
-    With one rank nothing travels: only the smallest payload counts, as the floor. Up to as many ranks
+    With one rank nothing is sent: only the smallest payload counts, as the floor. Up to as many ranks
     as cores all count. With more ranks the wire must need twice what the machine alone does.
 
     Args:
         point: its seconds are not looked at.
         machine: seconds of the same operation by the same ranks on links without a limit.
-        rate: of the links, bit a second.
+        rate: of the links, bit per second.
         cores: of the machine.
         smallest: payload of this scheme.
     """
@@ -137,7 +137,7 @@ def limited_by_link(point: Point, machine: float, rate: float, cores: int, small
 
 
 def byte_seconds(rate: float) -> float:
-    """Seconds that TCP needs for a byte on a link of ``rate`` bit a second."""
+    """Seconds that TCP needs for a byte on a link of ``rate`` bit per second."""
     return 8 / (TCP_SHARE * rate)
 
 
@@ -152,7 +152,7 @@ class Work:
         nbytes: on the wire.
         encode: seconds of compressing, once; for what is reduced, also of decompressing.
         decode: seconds of adding one payload.
-        add: seconds in which a ring adds what travels.
+        add: seconds in which a ring adds what it receives.
     """
 
     nbytes: float
@@ -162,7 +162,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Method:
+class ScaledMethod:
     """A compressor and how its payloads meet."""
 
     work: Work

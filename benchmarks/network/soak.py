@@ -41,7 +41,7 @@ from benchmarks.report import report
 
 SAMPLE_SECONDS = 5.0
 BLOCK_SECONDS = 60.0
-"""Samples are averaged over these before a line is drawn: neighbours are not independent."""
+"""Samples are averaged over these before a line is drawn: neighbors are not independent."""
 
 GROWTH_TARGET = 0.01
 """Of a rank's memory, an hour: more must not be told from none (two standard errors), ..."""
@@ -135,7 +135,7 @@ class Samples:
 
 
 def trend(seconds: Sequence[float], values: Sequence[float], block: float) -> tuple[float, float]:
-    """Slope an hour, and its standard error, of the least-squares line through means of blocks.
+    """Slope per hour, and its standard error, of the least-squares line through means of blocks.
 
     Example:
         >>> [round(each, 6) for each in trend([0, 10, 20, 30, 40, 50], [1, 3, 2, 4, 3, 5], 20)]
@@ -189,8 +189,8 @@ def grows(row: dict[str, Any]) -> bool:
 
 
 @dataclass
-class Run:
-    """What a run told, and what was seen of it."""
+class SoakRun:
+    """What a run reported, and what was seen of it."""
 
     samples: dict[int, Samples] = field(default_factory=dict)
     """By process, in the order of ranks."""
@@ -202,7 +202,7 @@ class Run:
     interrupted: bool = False
 
 
-def run(options: argparse.Namespace, token: str, private: Path) -> Run:
+def run(options: argparse.Namespace, token: str, private: Path) -> SoakRun:
     """Start the ranks, watch them until they end."""
     trace = f"sin2 --low {options.low} --high {options.high} --period {options.period} --noise 0.05"
     command = [str(lab.LAUNCH / "netlab.sh"), "--name", f"soak-{token}"]
@@ -240,7 +240,7 @@ def run(options: argparse.Namespace, token: str, private: Path) -> Run:
         text=True,
         start_new_session=True,  # so that Ctrl-C reaches it once, from here
     )
-    seen = Run()
+    seen = SoakRun()
     lines = _lines(job)
     try:
         watch(seen, lines)
@@ -267,7 +267,7 @@ def _lines(job: subprocess.Popen[str]) -> queue.Queue[str | None]:
     return lines
 
 
-def watch(seen: Run, lines: queue.Queue[str | None]) -> None:
+def watch(seen: SoakRun, lines: queue.Queue[str | None]) -> None:
     """Read and sample until the job ends; a line a minute says how it goes."""
     seen.started = seen.started or time.monotonic()
     shown = time.monotonic()
@@ -307,7 +307,7 @@ def _ticking(lines: queue.Queue[str | None]) -> Iterator[str | None]:
         yield line
 
 
-def _progress(seen: Run, seconds: float) -> str:
+def _progress(seen: SoakRun, seconds: float) -> str:
     memory = ", ".join(f"{each.megabytes[-1]:.1f}" for each in seen.samples.values() if each.megabytes)
     last = seen.comparisons[-1] if seen.comparisons else {"step": 0, "switches": 0, "loss": math.nan}
     return (
@@ -319,7 +319,9 @@ def _progress(seen: Run, seconds: float) -> str:
 # --- the report ---------------------------------------------------------------------------------------
 
 
-def figures_of(seen: Run, options: argparse.Namespace, left: dict[str, list[str]]) -> dict[str, Any]:
+def figures_of(
+    seen: SoakRun, options: argparse.Namespace, left: dict[str, list[str]]
+) -> dict[str, Any]:
     """Everything that a run showed."""
     warm_up = 60 * min(4.0, 0.2 * options.minutes)
     samples = list(seen.samples.values())
@@ -387,7 +389,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
             found.append(f"rank {rank}: {row['minutes']:.1f} minutes are too few to judge its memory")
         elif grows(row):
             found.append(
-                f"rank {rank}: memory grows by {row['MB an hour']:.1f} MB an hour "
+                f"rank {rank}: memory grows by {row['MB an hour']:.1f} MB per hour "
                 f"(standard error {row['standard error']:.1f}), target {GROWTH_TARGET:.0%} of "
                 f"{row['mean MB']:.0f} MB"
             )

@@ -101,7 +101,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients travel.
+    """How gradients are sent.
 
     Args:
         options: of train.py.
@@ -250,7 +250,7 @@ def _step_points(model: str, rate: str, methods: Iterable[str]) -> Iterator[Grid
 
 
 def _has_run(name: str) -> bool:
-    """Not where only the way changes that the same gradients travel."""
+    """Not where the same gradients are sent in another way."""
     return name not in (COMPUTE_ONLY, *SAME) and METHODS[name].environment == lab.RING
 
 
@@ -261,11 +261,15 @@ def _run_points(model: str, seed: int, methods: Iterable[str]) -> Iterator[GridP
             yield GridPoint("course", model, name, rate, str(seed))
 
 
+STORED_AS = {"run": "course", "compute-only": COMPUTE_ONLY}
+"""Today's words for what has an older one in the keys of stored results."""
+
+
 def select(only: str) -> list[GridPoint]:
     """The grid points that fit, each once.
 
     Args:
-        only: ``model=lstm,rate=200mbit,method=topk/stock-fp16``; what is only for --quick or for
+        only: ``model=lstm,kind=run`` or ``method=topk/compute-only``; what is only for --quick or for
             tuning must be named.
 
     Raises:
@@ -274,7 +278,7 @@ def select(only: str) -> list[GridPoint]:
     wanted: dict[str, set[str]] = {}
     for part in filter(None, only.split(",")):
         name, _, listed = part.partition("=")
-        wanted[name.strip()] = set(listed.strip().split("/"))
+        wanted[name.strip()] = {STORED_AS.get(value, value) for value in listed.strip().split("/")}
     everything = list(dict.fromkeys(points()))
     for name, values in wanted.items():
         if name not in GridPoint.__dataclass_fields__:
@@ -444,7 +448,7 @@ def measure_all(
         out: the file for all of it.
         hosts: how many there are to be.
         minutes: after which no grid point is started.
-        more: these are launches beside those known, not in place of them.
+        more: these are launches in addition to those known, not in place of them.
 
     Returns:
         Those that are left: the time was up, or they failed.
@@ -476,7 +480,7 @@ def measure_all(
 
 
 def groups(chosen: Sequence[GridPoint]) -> list[list[GridPoint]]:
-    """Neighbours that the same ranks can measure one after the other."""
+    """Neighbors that the same ranks can measure one after the other."""
     return [list(group) for _, group in itertools.groupby(chosen, key=_place)]
 
 
@@ -489,7 +493,7 @@ def _place(point: GridPoint) -> object:
 
 def _brief(figures: Mapping[str, Any]) -> str:
     if "median" in figures:
-        return f"{1e3 * figures['median']:.0f} ms a step"
+        return f"{1e3 * figures['median']:.0f} ms per step"
     score = figures["held_out"]
     return ", ".join(f"{name} {value:.4g}" for name, value in score.items() if name != "examples")
 
@@ -504,9 +508,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="cells to measure; names are kind, model, method, rate, seed")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=1e9, help="start no grid point after so many")
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--redo", action="store_true", help="measure anew what the file holds already")
+    again.add_argument("--redo", action="store_true", help="measure again what the file holds already")
     again.add_argument("--more", action="store_true",
-        help="more launches beside those known, of the same code: the fastest counts")  # fmt: skip
+        help="further launches of the same code: the fastest of all counts")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list what would be measured")
     parser.add_argument("--show", action="store_true", help="measure nothing, print the tables")
     quick_or_check(
@@ -545,7 +549,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hosts = 2 if args.quick else HOSTS
             left = measure_all(todo, done, args.out, hosts, args.minutes, args.more)
             if left:
-                print(f"{len(left)} grid points are left; the same command goes on with them")
+                print(f"{len(left)} grid points are left; the same command continues with them")
                 status = 1
         except KeyboardInterrupt:
             print(f"interrupted; {len(done)} grid points are stored, the same command does the rest")

@@ -369,7 +369,7 @@ def _milliseconds(seconds: float) -> str:
 
 def missed(points: Points) -> list[str]:
     """The targets that are missed; what is not measured is missed."""
-    # Both send 1 %; how their values travel is their own affair.
+    # Both send 1 %; how their values are coded is their own affair.
     faster = ratio(points, "lstm", TARGET_RATE, TOPK, SIGNS) > 1.0
     topk = SIGNS if faster else TOPK
     compute_only = ratio(points, "lstm", TARGET_RATE, topk, COMPUTE_ONLY)

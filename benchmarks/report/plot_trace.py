@@ -5,7 +5,7 @@
 
 * ``levels.png``: compression of every layer over time, with names.
 * ``costs.png``: seconds of a step by part, and bytes of a step.
-* ``forecast.png``: what plans were expected to cost, beside what was measured.
+* ``forecast.png``: what plans were expected to cost, next to what was measured.
 * ``planner.png``: everything that the planner reported: bounds, bandwidths, factors, throughputs.
 
 A picture of which the trace holds nothing is left out. Needs matplotlib: pip install matplotlib
@@ -37,7 +37,7 @@ PARTS = ("compute", "compress", "communicate", "decompress")
 
 
 @dataclass
-class Trace:
+class RecordedRun:
     """What telemetry.jsonl holds.
 
     Args:
@@ -57,9 +57,9 @@ class Trace:
         }
 
 
-def read(lines: Iterable[str]) -> Trace:
+def read(lines: Iterable[str]) -> RecordedRun:
     """Parse a trace; ValueError names the line that is none."""
-    trace = Trace()
+    trace = RecordedRun()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -74,8 +74,8 @@ def read(lines: Iterable[str]) -> Trace:
     return trace
 
 
-def levels(trace: Trace) -> Figure | None:
-    """Layers x time; the colour is dense over sent bytes, on a logarithmic scale."""
+def levels(trace: RecordedRun) -> Figure | None:
+    """Layers x time; the color is dense over sent bytes, on a logarithmic scale."""
     if not trace.plans:
         return None
     names = list(dict.fromkeys(row["layer"] for _, plan in trace.plans for row in plan["layers"]))
@@ -98,7 +98,7 @@ def levels(trace: Trace) -> Figure | None:
     return figure
 
 
-def costs(trace: Trace) -> Figure | None:
+def costs(trace: RecordedRun) -> Figure | None:
     """Where a step's time goes, and its bytes."""
     parts = {part: trace.scalars.get(f"step_time/{part}", []) for part in PARTS}
     if not all(parts.values()):
@@ -108,17 +108,17 @@ def costs(trace: Trace) -> Figure | None:
     above.stackplot(
         steps, [[1e3 * value for _, value in series] for series in parts.values()], labels=PARTS
     )
-    above.set_ylabel("ms a step")
+    above.set_ylabel("ms per step")
     above.set_ylim(bottom=0)
     above.legend(loc="upper right", fontsize=8)
     _line(below, "payload", trace.scalars.get("compression/bytes_per_step", []))
-    below.set_ylabel("bytes a step and rank")
+    below.set_ylabel("bytes per step and rank")
     below.set_yscale("log")
     below.set_xlabel("step")
     return figure
 
 
-def forecast(trace: Trace) -> Figure | None:
+def forecast(trace: RecordedRun) -> Figure | None:
     """Predicted and measured, one plot a quantity."""
     measured = trace.under("forecast/measured_")
     if not measured:
@@ -133,7 +133,7 @@ def forecast(trace: Trace) -> Figure | None:
     return figure
 
 
-def planner(trace: Trace) -> Figure | None:
+def planner(trace: RecordedRun) -> Figure | None:
     """Every figure that the planner reported; those that differ by a number share a plot."""
     groups: dict[str, dict[str, Series]] = defaultdict(dict)
     for name, series in trace.under("plan/").items():
@@ -150,7 +150,7 @@ def planner(trace: Trace) -> Figure | None:
     return figure
 
 
-PICTURES: dict[str, Callable[[Trace], Figure | None]] = {
+PICTURES: dict[str, Callable[[RecordedRun], Figure | None]] = {
     "levels": levels,
     "costs": costs,
     "forecast": forecast,

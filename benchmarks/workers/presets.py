@@ -23,7 +23,7 @@ class Preset:
 
     Args:
         options: of train.py.
-        model: initialised alike on all ranks.
+        model: initialized alike on all ranks.
         rule: the torch optimizer.
         task: the data.
         batches: of this rank.
@@ -67,7 +67,7 @@ class Preset:
     def score(self) -> dict[str, float]:
         """How good the model is on held-out data."""
         found = loop.evaluate(self.model, self.task, self.options.eval_examples, StopVote())
-        assert found is not None, "the run was told to stop"
+        assert found is not None, "the run was stopped"
         return found.scalars()
 
     def step(self, optimizer: Any, batch: Batch) -> None:

@@ -50,7 +50,7 @@ set_default() {
 set_rank_defaults() {
     set_default OMP_NUM_THREADS "$1"
     set_default NUMBA_NUM_THREADS "$1"
-    # Horovod would wait for a rank that stalls for ever.
+    # Horovod would wait for a rank that stalls forever.
     set_default HOROVOD_STALL_SHUTDOWN_TIME_SECONDS 300
     # mpirun would kill ranks a second after it told them to end: too soon to save a model.
     set_default OMPI_MCA_odls_base_sigkill_timeout 5

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before any of them goes on: errors, and when to stop.
+"""What all ranks must agree on before any of them continues: errors, and when to stop.
 
 A rank that gives up alone leaves the others waiting in their next collective. So whatever can fail on
 one rank only (its disk, its copy of the data) is tried by all and judged together, and a signal that
@@ -89,7 +89,7 @@ def _by_rank(problems: list[str | None]) -> str:
 class StopVote:
     """Turns a signal on any rank into one step at which all ranks stop.
 
-    Every now and then the ranks start a two-number allreduce and go on; its result is read at the next
+    At intervals the ranks start a two-number allreduce and continue; its result is read at the next
     vote, when it has long arrived, so that nobody waits. How many polls lie between two votes is voted
     on, too: ranks may not consult their own clocks.
 

@@ -141,7 +141,7 @@ class Checkpoints:
         """Loads the newest complete checkpoint into model, optimizer and random state.
 
         Returns:
-            Where the run goes on; None if there is no checkpoint and none is required.
+            Where the run continues; None if there is no checkpoint and none is required.
 
         Raises:
             RunError: on all ranks, if there is none though required, or it is damaged, or it is
@@ -152,7 +152,7 @@ class Checkpoints:
             if required:
                 raise RunError(
                     f"--resume: no complete checkpoint in {self.folder}; name another"
-                    " --checkpoint-dir, or write --resume auto to start anew where there is none"
+                    " --checkpoint-dir, or write --resume auto to start at step 0 where there is none"
                 )
             return None
         manifest = run_on_all_ranks(
@@ -160,7 +160,7 @@ class Checkpoints:
         )
         manifest = hvd.broadcast_object(manifest, root_rank=0, name="checkpoint.manifest")
         position = Position(**manifest["position"])
-        # Rank 0's file travels by broadcast, so that only the rank files must be on every host.
+        # Rank 0's file is sent by broadcast, so that only the rank files must be on every host.
         path = self._common_path(step)
         common = run_on_all_ranks(
             "resuming", lambda: self._read(path, manifest) if self.rank == 0 else None
@@ -176,12 +176,12 @@ class Checkpoints:
         return position.of_ranks(manifest["ranks"], self.ranks)
 
     def _load_merged(self, step: int, manifest: dict[str, Any], common: dict[str, Any]) -> None:
-        """Goes on from a checkpoint of another number of ranks: rank 0 reads all of its files."""
+        """Continues from a checkpoint of another number of ranks: rank 0 reads all of its files."""
         merged = run_on_all_ranks(
             "resuming", lambda: self._read_merged(step, manifest) if self.rank == 0 else None
         )
         merged = hvd.broadcast_object(merged, root_rank=0, name="checkpoint.merged")
-        # No rank can go on with the random numbers that another one drew.
+        # No rank can continue with the random numbers that another one drew.
         torch.manual_seed(mix((step << 24) + self.rank) >> 1)
         own = {"rng": torch.get_rng_state(), "compression": merged}
         self._load(common, own)
@@ -197,7 +197,7 @@ class Checkpoints:
         step = self._newest()
         if step is not None:
             raise RunError(
-                f"{self.folder} holds a checkpoint of step {step}: add --resume to go on from it,"
+                f"{self.folder} holds a checkpoint of step {step}: add --resume to continue from it,"
                 " name another --checkpoint-dir, or remove its files"
             )
 
@@ -286,7 +286,7 @@ class Checkpoints:
         return state
 
     def _read_merged(self, step: int, manifest: dict[str, Any]) -> dict[str, Any] | None:
-        """What every rank goes on with after another number of ranks; all their files are read."""
+        """What every rank continues with after another number of ranks; all their files are read."""
         paths = [self._rank_path(step, rank) for rank in range(manifest["ranks"])]
         states = [self._read(path, manifest)["compression"] for path in paths]
         if states[0] is None:

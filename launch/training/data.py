@@ -41,7 +41,7 @@ class DataError(ValueError):
 
 
 class Images(Dataset[Batch]):
-    """Grey images, normalised to zero mean and unit deviation when a batch is taken."""
+    """Gray images, normalized to zero mean and unit deviation when a batch is taken."""
 
     def __init__(self, pixels: Bytes, labels: Bytes, mean: float, deviation: float) -> None:
         if len(pixels) != len(labels):
@@ -337,7 +337,7 @@ def load(
         name: "fashion", "digits" or "sotu".
         root: the folder that the user named; None means the usual places.
         tokens: "char" or "word" (text only).
-        vocabulary: most tokens that are told apart (text only).
+        vocabulary: size of the vocabulary; all other tokens are <unk> (text only).
         length: tokens in one sequence (text only).
 
     Raises:

@@ -21,7 +21,7 @@ LINE_SECONDS = 5.0
 
 
 class _Unheard(io.FileIO):
-    """A standard stream that goes on when its terminal or its reader is gone, and then says nothing."""
+    """A standard stream that goes silent, instead of failing, once its terminal or reader is gone."""
 
     def write(self, data: Any) -> int:
         try:
@@ -120,7 +120,7 @@ def gather_costs(total: float, meter: Any | None) -> Costs:
     """Averages what each rank has measured; all ranks must call it.
 
     Args:
-        total: this rank's mean seconds a step, evaluations and checkpoints left out.
+        total: this rank's mean seconds per step, evaluations and checkpoints left out.
         meter: the optimizer's; None for Horovod's own optimizer, which has none.
     """
     values = {"total": total}
@@ -141,11 +141,11 @@ def table(
         ("step time: total", _share(costs.total, costs.total)),
         ("  = compute", _share(costs.compute, costs.total)),
         ("  + compress", _share(costs.compress, costs.total)),
-        ("  + communicate (waiting)", _share(costs.communicate, costs.total)),
+        ("  + exposed communication", _share(costs.communicate, costs.total)),
         ("  + decompress", _share(costs.decompress, costs.total)),
-        ("gradients, dense", f"{dense_bytes:,} bytes a step and rank"),
-        ("  payload sent", _smaller(costs.payload_bytes, dense_bytes / (costs.payload_bytes or 1))),
-        ("  traffic on this link", _smaller(costs.traffic_bytes, costs.ratio_traffic)),
+        ("gradients, dense", f"{dense_bytes:,} bytes per step and rank"),
+        ("  payload sent", _sent(costs.payload_bytes, dense_bytes / (costs.payload_bytes or 1))),
+        ("  traffic on this link", _sent(costs.traffic_bytes, costs.ratio_traffic)),
         ("train loss, last", _number(train_loss, "{:.4f}")),
         ("held-out loss", f"{score.loss:.4f}"),
         ("held-out accuracy", f"{score.accuracy:.2%} of {score.examples:,} examples"),
@@ -165,7 +165,7 @@ def _share(seconds: float, total: float) -> str:
     return _number(seconds * 1e3, "{:9.3f} ms" + f" {seconds / total:7.1%}")
 
 
-def _smaller(sent: float, ratio: float) -> str:
+def _sent(sent: float, ratio: float) -> str:
     if math.isnan(sent):
         return "not measured"
-    return f"{sent:,.0f} bytes a step and rank, {ratio:.1f}x smaller" if sent else "0 bytes"
+    return f"{sent:,.0f} bytes per step and rank, compression ratio {ratio:.1f}" if sent else "0 bytes"

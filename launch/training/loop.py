@@ -42,7 +42,7 @@ def spared_from_collection() -> Iterator[None]:
 
 
 class Batches:
-    """This rank's share of the training data, shuffled anew in each epoch, alike in each run.
+    """This rank's share of the training data, shuffled again in each epoch, alike in each run.
 
     Args:
         dataset: all of the training data.

@@ -280,7 +280,7 @@ def introduce(
         f"{options.model} with {models.count_parameters(model):,} parameters on {task.name}"
         f" ({len(task.train):,} examples, {len(task.held_out):,} held out; {task.source})\n"
         f"{hvd.size()} rank(s) of {threads} thread(s), {options.batch_size} x {options.accumulate}"
-        f" examples a step each, {schedule.steps} steps, learning rate up to {schedule.peak_rate:g}\n"
+        f" examples per step each, {schedule.steps} steps, learning rate up to {schedule.peak_rate:g}\n"
         f"{how}, compression {options.compression}"
     )
 
@@ -354,7 +354,7 @@ def log(run: TrainingRun, step: int, rate: float, losses: list[float], clock: St
 
 
 def evaluate_between(run: TrainingRun, step: int, clock: StepClock) -> list[Evaluation]:
-    """An evaluation amid the training; none if the ranks vote to stop, which the loop then sees."""
+    """An evaluation during the training; none if the ranks vote to stop, which the loop then sees."""
     with run.meter.paused():
         score = evaluate(run.model, run.task, run.options.eval_examples, run.vote)
     clock.restart()
@@ -380,7 +380,7 @@ def samples_per_step(run: TrainingRun) -> int:
 def stopped(run: TrainingRun, position: Position) -> int:
     number, saved = run.vote.outcome, ""
     if run.checkpoints is not None:
-        saved = f"; the checkpoint is in {run.checkpoints.folder}, --resume goes on from it"
+        saved = f"; the checkpoint is in {run.checkpoints.folder}, --resume continues from it"
     say(f"stopped by {signal.Signals(number).name} at step {position.step}{saved}")
     return EXIT_CODES[number]
 

@@ -218,7 +218,7 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
     add("--tokens", choices=data.CUTTERS, default="word", help="what a token of text is"
         " (%(default)s)")  # fmt: skip
     add("--vocabulary", type=number(int, 2), default=10_000, metavar="N",
-        help="most tokens told apart; the others become <unk> (%(default)s)")  # fmt: skip
+        help="size of the vocabulary; all other tokens become <unk> (%(default)s)")  # fmt: skip
     add("--sequence-length", type=number(int, 1), default=16, metavar="N",
         help="tokens in one sequence of text (%(default)s)")  # fmt: skip
     add("--model", choices=MODELS, help="(%(default)s)")
@@ -310,7 +310,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="steps between two checkpoints; 0: only at the end or when stopped"
         " (%(default)s)")  # fmt: skip
     add("--resume", choices=("never", "must", "auto"), nargs="?", const="must", default="never",
-        help="go on from the newest checkpoint in --checkpoint-dir; auto: if there is one")  # fmt: skip
+        help="continue from the newest checkpoint of --checkpoint-dir; auto: if any")  # fmt: skip
 
 
 # For one version: what has another name now, and the values whose names have changed, too.
@@ -389,7 +389,7 @@ def _default_compression(values: dict[str, Any]) -> str:
 
 
 def _check(options: TrainingOptions) -> None:
-    """What no option can tell alone."""
+    """What concerns several options."""
     if (options.model in IMAGE_MODELS) == (options.data == "sotu"):
         kind = "images" if options.model in IMAGE_MODELS else "text"
         raise ValueError(f"--model {options.model} is for {kind}; --data {options.data} is not")

@@ -19,7 +19,7 @@ from .options import TrainingOptions
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A score amid the training.
+    """A score during the training.
 
     Args:
         step: optimizer steps done.

@@ -44,9 +44,9 @@ def test_each_grid_point_is_there_once_and_the_most_important_first() -> None:
 
 
 def test_a_selection_keeps_what_needs_no_rate_or_seed() -> None:
-    chosen = keys("model=mlp,method=alone/topk,rate=1gbit,kind=steps")
+    chosen = keys("model=mlp,method=compute-only/topk,rate=1gbit,kind=steps")
     assert chosen == ["steps/mlp/alone", "steps/mlp/topk/1gbit"]
-    assert keys("model=lstm,method=topk,kind=course,seed=1") == ["course/lstm/topk/1"]
+    assert keys("model=lstm,method=topk,kind=run,seed=1") == ["course/lstm/topk/1"]
     assert keys("model=lstm,method=kimad,kind=course,seed=1") == ["course/lstm/kimad/200mbit/1"]
 
 

@@ -74,8 +74,8 @@ def test_on_a_network_without_latency_gathering_loses_where_the_closed_form_says
 ) -> None:
     """(N - 1) * sparse = 2 * (N - 1) / N * dense, at N = 2 * dense / sparse."""
     line = model.Line(0.0, 0.0, 1e-9)
-    dense = model.Method(model.Work(2.0, 0.0, 0.0), "allreduce")
-    sparse = model.Method(model.Work(3.0 * density, 0.0, 0.0), "allgather")
+    dense = model.ScaledMethod(model.Work(2.0, 0.0, 0.0), "allreduce")
+    sparse = model.ScaledMethod(model.Work(3.0 * density, 0.0, 0.0), "allgather")
     ranks = range(2, 4096)
     slow = {n: sparse.step(n, 1e6, line, 1) for n in ranks}
     fast = {n: dense.step(n, 1e6, line, 1) for n in ranks}
@@ -90,11 +90,15 @@ def test_gathering_that_never_loses_has_no_crossing() -> None:
 
 def test_a_core_decodes_every_rank_s_payload_or_the_slices_of_two() -> None:
     work = model.Work(nbytes=0.03, encode=2e-9, decode=1e-10)
-    assert model.Method(work, "allgather").busy(1024, 1e6) == pytest.approx(1e6 * (2e-9 + 1024e-10))
-    assert model.Method(work, "two-shot").busy(1024, 1e6) == pytest.approx(
+    assert model.ScaledMethod(work, "allgather").busy(1024, 1e6) == pytest.approx(
+        1e6 * (2e-9 + 1024e-10)
+    )
+    assert model.ScaledMethod(work, "two-shot").busy(1024, 1e6) == pytest.approx(
         1e6 * (2e-9 * 1025 / 1024 + 2e-10)
     )
-    assert model.Method(work, "hierarchical").busy(1024, 1e6) == pytest.approx(1e6 * (4e-9 + 64e-10))
+    assert model.ScaledMethod(work, "hierarchical").busy(1024, 1e6) == pytest.approx(
+        1e6 * (4e-9 + 64e-10)
+    )
 
 
 def test_what_wins_most_often_is_to_be_built_next() -> None:
@@ -115,7 +119,7 @@ def test_what_wins_most_often_is_to_be_built_next() -> None:
 
 def test_every_bucket_costs_its_own_messages() -> None:
     line = model.Line(1e-3, 1e-5, 0.0)
-    powersgd = model.Method(model.Work(0.1, 0.0, 0.0), "allreduce", operations=2)
+    powersgd = model.ScaledMethod(model.Work(0.1, 0.0, 0.0), "allreduce", operations=2)
     assert powersgd.travel(8, 1e6, line, buckets=3) == pytest.approx(3 * 2 * (1e-3 + 14e-5))
 
 

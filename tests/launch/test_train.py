@@ -444,7 +444,7 @@ def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
     known = table(Costs(0.1, 0.01, 0.02, 0.03, 100.0, 150.0), 1000, 32, 0.4, score)
     assert re.search(r"compute +40\.000 ms +40\.0%", known)
     assert "320.0" in known
-    assert "10.0x smaller" in known
+    assert "compression ratio 10.0" in known
     unknown = table(Costs(math.nan), 1000, 32, math.nan, score)
     assert unknown.count("not measured") == 9
 
@@ -710,7 +710,7 @@ class TestTwoRanks:
         assert newest["ranks"] == ranks
         assert len(newest["sha256"]) == ranks + 1
 
-    def test_resume_auto_starts_anew_where_there_is_no_checkpoint(
+    def test_resume_auto_starts_from_the_beginning_where_there_is_no_checkpoint(
         self, results: dict[str, Result]
     ) -> None:
         assert results["no checkpoint yet"].statuses == [0, 0]

@@ -26,10 +26,10 @@ samples per second         1,738.1
 step time: total              36.821 ms  100.0%
   = compute                   30.779 ms   83.6%
   + compress                   0.920 ms    2.5%
-  + communicate (waiting)      4.680 ms   12.7%
+  + exposed communication      4.680 ms   12.7%
   + decompress                 0.442 ms    1.2%
-gradients, dense           312,040 bytes a step and rank
-  payload sent             11,272 bytes a step and rank, 27.7x smaller
+gradients, dense           312,040 bytes per step and rank
+  payload sent             11,272 bytes per step and rank, compression ratio 27.7
   traffic on this link     not measured
 train loss, last           0.2937
 held-out loss              0.3517
