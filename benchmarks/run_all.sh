@@ -8,14 +8,14 @@
 #     --fresh    also what an earlier call has finished
 #     --list     what there is and which of it is finished; nothing runs
 #
-# Resumable: what is finished is left out the next time, and scripts that take long go on where they were.
+# Resumable: what is finished is left out the next time, and scripts that take long continue where they were.
 # Ctrl-C ends the running script, which keeps what it has, and shows what is done and what is left.
 # Each script's output is also in runs/benchmarks/NAME.log. Slow networks need root (launch/netlab.sh); without
-# it, what needs them is skipped. Afterwards, benchmarks/results_page.py puts the figures into RESULTS.md, README.md and
+# it, what needs them is skipped. Afterwards, benchmarks/report/results_page.py puts the figures into RESULTS.md, README.md and
 # docs/.
 set -euo pipefail
-# shellcheck source-path=SCRIPTDIR source=../launch/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch/common.sh"
+# shellcheck source-path=SCRIPTDIR source=../launch/lib/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib/common.sh"
 
 names=(kernels wire overhead priority planner planning_cost accuracy allocation bucket_costs training bandwidth_trace
     adaptive scaling soak)
@@ -35,7 +35,15 @@ arguments_of() {
 
 # Why a script cannot run here, or nothing.
 why_not() {
-    [[ $needs_netlab != *" $1 "* ]] || (cd "$benchmarks" && "$python" -c 'import lab; print(lab.why_not())')
+    [[ $needs_netlab != *" $1 "* ]] || (cd "$root" && "$python" -c 'from benchmarks.harness import lab; print(lab.why_not())')
+}
+
+# The package that a benchmark is in.
+room_of() {
+    local file
+    for file in "$benchmarks"/*/"$1.py"; do
+        [[ ! -e $file ]] || basename "$(dirname "$file")"
+    done
 }
 
 is_finished() { [[ -z $quick && -z $fresh && -e $logs/$1.done ]]; }
@@ -55,10 +63,10 @@ parse_arguments() {
     done
     local name
     for name in ${chosen[@]+"${chosen[@]}"}; do
-        [[ " ${names[*]} " == *" $name "* && -e $benchmarks/$name.py ]] || die "there is no benchmark '$name'"
+        [[ " ${names[*]} " == *" $name "* && -n $(room_of "$name") ]] || die "there is no benchmark '$name'"
     done
     ((${#chosen[@]})) || for name in "${names[@]}"; do
-        [[ ! -e $benchmarks/$name.py ]] || chosen+=("$name")
+        [[ -z $(room_of "$name") ]] || chosen+=("$name")
     done
 }
 
@@ -68,7 +76,7 @@ run() {
     local -a words
     read -ra words <<<"$(arguments_of "$1")"
     # tee outlives Ctrl-C, so that the script's last words are seen.
-    "$python" -u "$benchmarks/$1.py" ${words[@]+"${words[@]}"} 2>&1 | tee -i "$logs/$1.log" || status=${PIPESTATUS[0]}
+    (cd "$root" && exec "$python" -u -m "benchmarks.$(room_of "$1").$1" ${words[@]+"${words[@]}"}) 2>&1 | tee -i "$logs/$1.log" || status=${PIPESTATUS[0]}
     return "$status"
 }
 

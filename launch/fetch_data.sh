@@ -15,7 +15,7 @@
 #     HVA_DATA   the folder for the data sets (default: data/ in this repository)
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 data_dir=${HVA_DATA:-$root/data}
 fashion_files=({train,t10k}-{images-idx3,labels-idx1}-ubyte.gz)
@@ -107,7 +107,7 @@ main() {
     esac
     mkdir -p "$data_dir"
     data_dir=$(cd "$data_dir" && pwd)
-    # Beside its destination, so that the last step is a rename.
+    # Next to its destination, so that the last step is a rename.
     scratch=$(mktemp -d "$data_dir/.fetch.XXXXXX")
     trap 'rm -rf "$scratch"' EXIT
     missing=()

@@ -22,7 +22,7 @@
 # TRACE is one of
 #     FILE                   CSV rows "seconds,rate" or "seconds,rate,host", by rising seconds
 #     sin2 --low RATE --high RATE [--period 20] [--noise 0] [--seed 0] [--every 0.5]
-#                            low + (high - low) * sin^2(pi * t / period), every so often; times 1 + noise * a normal
+#                            low + (high - low) * sin^2(pi * t / period), in equal intervals; times 1 + noise * a normal
 #                            variate
 #   with
 #     --seconds S            end after S seconds (default: a FILE where its last row has lasted as long as the one
@@ -41,7 +41,7 @@
 #     sudo -E launch/netlab.sh down
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 main() {
     case ${1-} in
@@ -55,7 +55,7 @@ main() {
     # So that "exec h1 python" and "mpirun python" mean the environment that launch/setup.sh has made.
     [[ ! -x $python || $(command -v python) == "$python" ]] || export PATH=$env_dir/bin:$PATH
     have python3 || die "python3 is missing" "On Debian or Ubuntu: sudo apt-get install python3"
-    exec python3 "$root/launch/netlab.py" "$@"
+    exec python3 "$root/launch/start_netlab.py" "$@"
 }
 
 main "$@"

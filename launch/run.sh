@@ -30,7 +30,7 @@
 # command, the training goes on when the terminal is closed.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 # host1:4,host2:4 -> one line a host: its slots.
 slots() {

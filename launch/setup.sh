@@ -21,7 +21,7 @@
 #     HOROVOD_*    passed to Horovod's build, e.g. HOROVOD_GPU_OPERATIONS=NCCL
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 # The one place where versions are pinned.
 torch_requirement=${HVA_TORCH:-torch==2.13.0}
@@ -88,7 +88,7 @@ require_own_environment() {
 # Changes whenever the environment has to be looked at again.
 environment_key() {
     {
-        cat "$root"/launch/{setup.sh,common.sh,check.py} "$root"/{setup.cfg,pyproject.toml}
+        cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml}
         say "$root" "$torch_requirement"
         python_versions
         other_clone
@@ -263,7 +263,7 @@ build_horovod() {
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     [[ -v HOROVOD_WITHOUT_MPI ]] || export HOROVOD_WITH_MPI=1
     [[ -v HOROVOD_WITHOUT_GLOO ]] || export HOROVOD_WITH_GLOO=1
-    # CMake 4 refuses the bundled gloo, which asks for the behaviour of 2.8.
+    # CMake 4 refuses the bundled gloo, which asks for the behavior of 2.8.
     export CMAKE_POLICY_VERSION_MINIMUM=${CMAKE_POLICY_VERSION_MINIMUM:-3.5}
     # Horovod's own default is eight compilers at once, whatever the machine.
     export MAKEFLAGS=${MAKEFLAGS:--j$(count_cores)}
@@ -294,7 +294,7 @@ ensure_horovod() {
     fi
     local -a wheels=("$folder"/*.whl)
     step "Install Horovod $horovod_version" \
-        "Remove the wheel and run this again, to build it anew: rm -r $folder" \
+        "Remove the wheel and run this again, to build it again: rm -r $folder" \
         install_horovod "${wheels[0]}"
     stamp horovod "$folder"
 }
@@ -347,7 +347,7 @@ check_ranks() {
     cd /
     # The two may have to share one core.
     OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PATH=$env_dir/bin:$PATH \
-        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/check.py" 9>&- | tee "$1"
+        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/lib/check.py" 9>&- | tee "$1"
 }
 
 show_result() {

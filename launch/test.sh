@@ -7,7 +7,7 @@
 # The exit status is 0 only if all three pass. pytest runs whatever the other two found, and comes last.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 failed=()
 # check NAME COMMAND...

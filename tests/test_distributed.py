@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from rank_launcher import DISTRIBUTED, Function, Verdict, functions_in, run, warm_kernels
+from tests.harness.rank_launcher import DISTRIBUTED, Function, Verdict, functions_in, run, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-import documents
-from documents import ROOT, Command
-from netlab_base import LabError
+from launch.netlab.base import LabError
+from tests import documents
+from tests.documents import ROOT, Command
 
 NEED_HOROVOD_STARTED = {"hvd_adaptive.optimizer", "hvd_adaptive.comm.startup"}
 """tests/distributed runs their examples."""
@@ -80,12 +80,12 @@ def test_the_example_of_ones_own_compressor_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def results_page() -> ModuleType:
-    return importlib.import_module("results_page")
+    return importlib.import_module("benchmarks.report.results_page")
 
 
 def test_the_page_of_results_shows_the_stored_figures(results_page: ModuleType) -> None:
     assert results_page.PAGE.read_text() == results_page.render(), (
-        "run: python benchmarks/results_page.py"
+        "run: python -m benchmarks.report.results_page"
     )
 
 
@@ -106,27 +106,27 @@ def test_the_figures_in_pages_are_those_stored(results_page: ModuleType) -> None
     for page in results_page.pages():
         text = page.read_text()
         assert results_page.filled(text) == text, (
-            f"{page.name} is stale: run python benchmarks/results_page.py"
+            f"{page.name} is stale: run python -m benchmarks.report.results_page"
         )
         used += [found[2] for found in results_page.FRAGMENT.finditer(text)]
     assert set(used) == set(results_page.FRAGMENTS)
 
 
 def test_the_figures_in_prose_hold() -> None:
-    import training_tables as tables
+    from benchmarks.network import training_tables as tables
 
-    cells = importlib.import_module("results_sections").load("training")["cells"]
+    cells = importlib.import_module("benchmarks.report.results_markdown").load("training")["cells"]
     performance, planners = (
         (ROOT / "docs" / name).read_text() for name in ("performance.md", "planners.md")
     )
     steps = [
-        tables.ratio(cells, model, rate, method, tables.ALONE)
+        tables.ratio(cells, model, rate, method, tables.COMPUTE_ONLY)
         for model, methods in {"lstm": ("topk", "topk-sign"), "mlp": ("topk",)}.items()
         for method in methods
         for rate in tables.RATES
     ]
     assert f"a top-k step takes {min(steps):.1f} to {max(steps):.1f} times" in performance
-    fastest = tables.ratio(cells, "lstm", tables.BARS_RATE, "topk-sign", tables.ALONE)
+    fastest = tables.ratio(cells, "lstm", tables.TARGET_RATE, "topk-sign", tables.COMPUTE_ONLY)
     assert f"{fastest:.2f} in the fastest" in performance
     costs = [
         tables.step_of(cells, "lstm", "powersgd", rate)["costs"]
@@ -137,14 +137,14 @@ def test_the_figures_in_prose_hold() -> None:
     sent = [
         tables.outcome(cells, "mlp", "gravac").payload,
         *(
-            tables.payload_of(name, tables.step_of(cells, "mlp", name, tables.BARS_RATE))
+            tables.payload_of(name, tables.step_of(cells, "mlp", name, tables.TARGET_RATE))
             for name in ("topk", "none")
         ),
     ]
     shown = "sends {:.1f} MB on average, where top-k sends {:.2f} and dense training {:.0f}"
     assert shown.format(*(each / 1e6 for each in sent)) in " ".join(planners.split())
     dense, topk = (
-        tables.mean_curve(list(tables.courses_of(cells, "transformer", name).values()))
+        tables.mean_curve(list(tables.runs_of(cells, "transformer", name).values()))
         for name in ("stock-fp32", "topk")
     )
     after = next(each["perplexity"] for each in dense if each["step"] == 60)
@@ -240,7 +240,7 @@ COMMANDS = list(documents.commands())
 
 def train_options(words: list[str]) -> None:
     """Let train.py read its options; it ends the process where it does not know one."""
-    import options
+    from launch.training import options
 
     try:
         options.parse(words)
@@ -269,33 +269,43 @@ def check_python(words: list[str]) -> None:
                 assert (ROOT / file).exists(), file
         elif module in ("mkdocs", "mypy", "ruff"):
             assert rest[:1] in ([], ["build"], ["check"])
+        elif module.startswith("benchmarks."):
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+            check_options(module, rest)
         else:
             assert importlib.util.find_spec(module), module
             assert not rest
         return
     script, rest = words[0], words[1:]
     if script == "launch/train.py":
-        return train_options(rest)
+        train_options(rest)
+        return
     if script in ("train.py", "my.py"):  # the reader's own
-        return None
+        return
     assert (ROOT / script).exists(), script
+    # A benchmark is a module; no other script here has options to look at.
+    assert not any(word.startswith("--") for word in rest), rest
+
+
+def check_options(module: str, rest: list[str]) -> None:
+    """A benchmark's options are those that its help names."""
     wanted = [word.partition("=")[0] for word in rest if word.startswith("--")]
     if not wanted:
-        return None
-    shown = help_of(script)
+        return
+    shown = help_of(module)
     unknown = [word for word in wanted if not re.search(rf"{re.escape(word)}\b", shown)]
     if "train.py's options" in shown:
         start = next((i for i, word in enumerate(rest) if word in unknown), len(rest))
         train_options(rest[start:])
     else:
-        assert not unknown, f"{script} does not know {unknown}"
-    return None
+        assert not unknown, f"{module} does not know {unknown}"
 
 
 @functools.cache
-def help_of(script: str) -> str:
+def help_of(module: str) -> str:
     done = subprocess.run(
-        [sys.executable, ROOT / script, "--help"],
+        [sys.executable, "-m", module, "--help"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
@@ -319,7 +329,7 @@ def check_launcher(words: list[str]) -> None:
 
 
 def check_netlab(words: list[str]) -> None:
-    import netlab
+    from launch.netlab import main as netlab
 
     if words != ["--help"]:
         netlab.parse(words)
@@ -334,7 +344,7 @@ def check_shell_script(script: str, words: list[str]) -> None:
         elif "/" in word:
             assert (ROOT / word).exists(), word
         else:  # a benchmark's name
-            assert (ROOT / script).with_name(f"{word}.py").exists(), word
+            assert list((ROOT / script).parent.glob(f"*/{word}.py")), word
 
 
 CHECKS = {
@@ -377,10 +387,10 @@ def test_a_command_line_in_a_page_is_one(
         "launch/tests.sh",
         "launch/test.sh tests/test_nothing.py",
         "launch/netlab.sh upp 4 200mbit",
-        "python benchmarks/kernels.py --quik",
-        "python benchmarks/nothing.py",
+        "python -m benchmarks.micro.kernels --quik",
+        "python -m benchmarks.micro.nothing",
         "benchmarks/run_all.sh nothing",
-        "python benchmarks/virtual_training.py --virtual-ranks 4 --stepss 3",
+        "python -m benchmarks.accuracy.virtual_training --virtual-ranks 4 --stepss 3",
         "python -m hvd_adaptive.nothing",
         "sbatch launch/slurm/nothing.sbatch",
         "sbatch launch/slurm/train.sbatch --presett lstm-sotu",
@@ -396,9 +406,9 @@ def test_every_benchmark_is_described_with_its_question() -> None:
     folder = ROOT / "benchmarks"
     listed = re.search(r"^names=\(([^)]*)\)", (folder / "run_all.sh").read_text(), re.M)
     assert listed is not None
-    described = re.findall(r"^\| `(\w+)\.py` \|", (folder / "README.md").read_text(), re.M)
+    described = re.findall(r"^\| `\w+/(\w+)\.py` \|", (folder / "README.md").read_text(), re.M)
     assert {*listed[1].split()} <= {*described}
-    assert all((folder / f"{name}.py").exists() for name in described)
+    assert all(list(folder.glob(f"*/{name}.py")) for name in described)
 
 
 def test_pages_hold_command_lines_of_every_kind() -> None:

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from elastic_training import EXACT, OPTIONS
-from lab import horovodrun
-from rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
+from benchmarks.harness.lab import horovodrun
+from tests.elastic_training import EXACT, OPTIONS
+from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
+from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 

@@ -24,7 +24,7 @@ INCOMPLETE = 3
 FIGURES = {
     "samples_per_second": "samples per second",
     "step_ms": "step time: total",
-    "waiting_ms": "  + communicate (waiting)",
+    "waiting_ms": "  + exposed communication",
     "payload_bytes": "  payload sent",
     "train_loss": "train loss, last",
     "held_out_loss": "held-out loss",
@@ -33,9 +33,9 @@ FIGURES = {
 }
 HEADINGS = {
     "samples_per_second": ("samples/s", "{:,.1f}"),
-    "step_ms": ("ms a step", "{:,.1f}"),
-    "waiting_ms": ("waiting", "{:,.1f}"),
-    "payload_bytes": ("bytes a step", "{:,.0f}"),
+    "step_ms": ("ms per step", "{:,.1f}"),
+    "waiting_ms": ("exposed", "{:,.1f}"),
+    "payload_bytes": ("bytes per step", "{:,.0f}"),
     "held_out_loss": ("held-out loss", "{:.4f}"),
     "perplexity": ("perplexity", "{:.2f}"),
     "accuracy_percent": ("accuracy", "{:.2f}%"),
@@ -45,7 +45,7 @@ _TAG = re.compile(r"\[[0-9,]+\]<std\w+>:")
 
 
 @dataclass(frozen=True)
-class Task:
+class SweepTask:
     """One line of the list, and what became of it."""
 
     number: int
@@ -84,17 +84,17 @@ def active_tasks(job: str) -> set[int] | None:
     return {int(word) for word in done.stdout.split() if word.isdigit()}
 
 
-def read_task(folder: Path, number: int, options: str, active: set[int] | None) -> Task:
+def read_task(folder: Path, number: int, options: str, active: set[int] | None) -> SweepTask:
     place = folder / f"task-{number}"
     try:
         status = int((place / "status").read_text())
     except (FileNotFoundError, ValueError):
-        return Task(number, options, _without_status(place, number, active))
+        return SweepTask(number, options, _without_status(place, number, active))
     if status:
-        return Task(number, options, f"failed ({status})")
+        return SweepTask(number, options, f"failed ({status})")
     log = place / "log"
     figures = read_figures(log.read_text(errors="replace")) if log.exists() else {}
-    return Task(number, options, "done" if figures else "done, but no table in its log", figures)
+    return SweepTask(number, options, "done" if figures else "done, but no table in its log", figures)
 
 
 def _without_status(place: Path, number: int, active: set[int] | None) -> str:
@@ -107,12 +107,12 @@ def _without_status(place: Path, number: int, active: set[int] | None) -> str:
     return "killed" if begun else "not started"
 
 
-def read_sweep(folder: Path, active: set[int] | None) -> list[Task]:
+def read_sweep(folder: Path, active: set[int] | None) -> list[SweepTask]:
     lines = (folder / "list").read_text().splitlines()
     return [read_task(folder, number, line, active) for number, line in enumerate(lines)]
 
 
-def table(tasks: Sequence[Task]) -> str:
+def table(tasks: Sequence[SweepTask]) -> str:
     """Aligned columns; those that no task has figures for are left out."""
     names = [name for name in HEADINGS if any(name in task.figures for task in tasks)]
     rows = [["task", "options", "state", *(HEADINGS[name][0] for name in names)]]
@@ -131,7 +131,7 @@ def table(tasks: Sequence[Task]) -> str:
     return "\n".join([*lines, summary(tasks)])
 
 
-def summary(tasks: Sequence[Task]) -> str:
+def summary(tasks: Sequence[SweepTask]) -> str:
     missing = [f"task {task.number} {task.state}" for task in tasks if not task.done]
     if not missing:
         return f"complete: {len(tasks)} of {len(tasks)} done"
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(task.done for task in tasks) else INCOMPLETE
 
 
-def _goes_on(task: Task) -> bool:
+def _goes_on(task: SweepTask) -> bool:
     return task.state in ("running", "waiting", "unfinished")
 
 

@@ -5,7 +5,7 @@
 # the folder, what is said and checked before the start, signals, the run, its end.
 
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../lib/common.sh"
 program=${SLURM_JOB_NAME:-$program}
 # Whatever fails without a message of its own still says where.
 set -E
@@ -255,7 +255,7 @@ check_ranks() {
     [[ ${HVA_CHECK:-yes} == yes ]] && ((ranks > 1)) || return 0
     local output status=0
     # horovodrun puts the rank before each line.
-    output=$(timeout "${HVA_CHECK_SECONDS:-300}" "${launcher[@]}" "${rank_python[@]}" "$root/launch/check.py" 2>&1 |
+    output=$(timeout "${HVA_CHECK_SECONDS:-300}" "${launcher[@]}" "${rank_python[@]}" "$root/launch/lib/check.py" 2>&1 |
         sed 's/^\[[0-9,]*\]<std...>://') || status=$?
     say "$output"
     if ((status == 0)) && grep -q "ranks tried .* $ranks," <<<"$output"; then return; fi
@@ -340,20 +340,27 @@ prove_it_ran() {
 saved_so_far() { { stat -c '%n %Y %s' "$folder"/checkpoints/* 2>/dev/null || true; } | sha256sum | cut -c1-16; }
 
 # Counts the runs in a row that saved nothing new.
-count_fruitless() {
+most_restarts() {
+    if [[ -n ${HVA_MAX_FRUITLESS:-} ]]; then
+        say "HVA_MAX_FRUITLESS is an old name: write HVA_MAX_RESTARTS_WITHOUT_PROGRESS" >&2
+    fi
+    say "${HVA_MAX_RESTARTS_WITHOUT_PROGRESS:-${HVA_MAX_FRUITLESS:-3}}"
+}
+
+count_restarts_without_progress() {
     local before=none count=0 now
     now=$(saved_so_far)
     [[ ! -f $folder/requeues ]] || read -r before count <"$folder/requeues"
     count=$((count + 1))
     [[ $now == "$before" || $now == "$nothing_saved" ]] || count=0
     say "$now $count" >"$folder/requeues"
-    ((count < ${HVA_MAX_FRUITLESS:-3})) || die "$count runs in a row have saved nothing new: not requeued" \
+    ((count < $(most_restarts))) || die "$count runs in a row have saved nothing new: not requeued" \
         "Give a run more time (--time), save more often (--checkpoint-every), or start saving earlier (--signal)."
 }
 nothing_saved=$(sha256sum </dev/null | cut -c1-16)
 
 requeue() {
-    count_fruitless
+    count_restarts_without_progress
     # Not by RequeueExit: a site may not have it.
     if ! scontrol requeue "$job"; then
         (die "Slurm did not requeue job $job" "To go on by hand, submit it again with HVA_FOLDER=$folder") || true

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_launcher import ENVIRONMENT, ROOT, lives
+from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 

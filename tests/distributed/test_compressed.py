@@ -10,7 +10,9 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from workloads import (
+
+import hvd_adaptive as hva
+from tests.distributed.workloads import (
     Model,
     assert_ranks_agree,
     assert_same,
@@ -26,8 +28,6 @@ from workloads import (
     stock,
     train,
 )
-
-import hvd_adaptive as hva
 
 
 class Layers(nn.Module):

@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
-from damage import damaged
+from tests.damage import damaged
+from tests.distributed.workloads import make_model, ours, set_gradients
 
 State: TypeAlias = dict[str, Any]
 

@@ -11,7 +11,15 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from workloads import assert_ranks_agree, make_model, mean_of, ours, residuals_of, set_gradients
+
+from tests.distributed.workloads import (
+    assert_ranks_agree,
+    make_model,
+    mean_of,
+    ours,
+    residuals_of,
+    set_gradients,
+)
 
 RATE = 0.1
 SPECS: dict[str, dict[str, Any]] = {

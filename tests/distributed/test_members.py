@@ -14,7 +14,15 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from workloads import (
+
+import hvd_adaptive as hva
+from hvd_adaptive import rng, wire
+from hvd_adaptive.comm import agreement
+from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
+from hvd_adaptive.compressors.base import CastCompressor, LayerContext, Learner, LinearBatch
+from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.layers import Layer
+from tests.distributed.workloads import (
     assert_ranks_agree,
     assert_same,
     counted,
@@ -27,14 +35,6 @@ from workloads import (
     snapshot,
     train,
 )
-
-import hvd_adaptive as hva
-from hvd_adaptive import rng, wire
-from hvd_adaptive.comm import agreement
-from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
-from hvd_adaptive.compressors.base import CastCompressor, LayerContext, Learner, LinearBatch
-from hvd_adaptive.config import CompressionConfig
-from hvd_adaptive.layers import Layer
 
 SPECS = {
     "none": "none",

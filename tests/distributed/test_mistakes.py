@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from workloads import assert_ranks_agree, loss_of, make_model, ours, plain_step, sgd
 
 from hvd_adaptive.comm.agreement import Control
+from tests.distributed.workloads import assert_ranks_agree, loss_of, make_model, ours, plain_step, sgd
 
 OWN_LEVELS = "kimad+:seconds=1,per_worker=true"
 

@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from workloads import (
+
+import hvd_adaptive as hva
+from tests.distributed.workloads import (
     OPTIMIZERS,
     ByHand,
     Model,
@@ -34,8 +36,6 @@ from workloads import (
     stock,
     train,
 )
-
-import hvd_adaptive as hva
 
 # The options of the signature
 

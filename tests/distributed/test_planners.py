@@ -18,7 +18,6 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from workloads import make_model, ours, set_gradients
 
 import hvd_adaptive as hva
 from hvd_adaptive.adaptation import controller, worker
@@ -28,6 +27,7 @@ from hvd_adaptive.planning import CandidateTable, Measurement, Planner, Recipe
 from hvd_adaptive.planning.allocators import MinErrorKnapsack
 from hvd_adaptive.planning.budgets import Budget, BudgetOptions
 from hvd_adaptive.planning.table import Limits
+from tests.distributed.workloads import make_model, ours, set_gradients
 
 
 @dataclass(frozen=True)

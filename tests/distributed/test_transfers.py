@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from workloads import make_model, ours
 
 from hvd_adaptive.adaptation.timing import CollectiveTiming, rank_times, with_transfers
 from hvd_adaptive.planning import Planner, StepMeasurements
+from tests.distributed.workloads import make_model, ours
 
 STEPS = 12
 LATE = 0.3

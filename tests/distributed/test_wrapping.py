@@ -10,7 +10,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-from workloads import (
+
+from tests.distributed.workloads import (
     OPTIMIZERS,
     ByHand,
     Model,

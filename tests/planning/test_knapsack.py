@@ -160,7 +160,7 @@ def test_a_whole_model_as_in_the_paper() -> None:
     check_gaps(errors, costs, total(default), total([row[89] for row in costs]))
     start = time.process_time()
     min_cost(errors, costs, total(default))
-    assert time.process_time() - start < 1.5  # benchmarks/planner.py has the real bar
+    assert time.process_time() - start < 1.5  # benchmarks/micro/planner.py has the real bar
 
 
 numbers = st.one_of(

@@ -6,7 +6,6 @@ import doctest
 import importlib
 import itertools
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -40,7 +39,7 @@ from tests.planning.helpers import (
     step_facts,
 )
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 # --- specifications -------------------------------------------------------------------------------
@@ -335,11 +334,11 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 
 def test_the_benchmark_runs_quickly() -> None:
     run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "planner.py"), "--quick"],
+        [sys.executable, "-m", "benchmarks.micro.planner", "--quick"],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+        cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr
     assert "min_cost" in run.stdout

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster import Lab, why_not
-from idx_files import write_idx
+from tests.launch.idx_files import write_idx
+from tests.slurm.cluster import Lab, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 

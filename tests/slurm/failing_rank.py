@@ -6,6 +6,7 @@ Takes the two options that the batch scripts give to every training script.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -43,8 +44,13 @@ def say_that_it_fails(ranks: int) -> None:
 
 
 def fail_in_training(how: str, folder: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import failing_rank as training
+    # A script of the same name, which is not beside this one.
+    path = Path(__file__).resolve().parents[1] / "failing_rank.py"
+    spec = importlib.util.spec_from_file_location("training", path)
+    assert spec is not None
+    assert spec.loader is not None
+    training = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(training)
 
     folder.mkdir(parents=True, exist_ok=True)
     fail = training.FAILURES[how]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import ACTIVE, Job, Lab, LabError, wait_until
+from tests.slurm.cluster import ACTIVE, Job, Lab, LabError, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch" / "slurm"
@@ -187,7 +187,7 @@ def sweep(lab: Lab) -> Job:
     """
     lines = [
         "# comment",
-        "--optimizer stock",
+        "--distributed horovod",
         "",
         "--compression nonsense",
         "--steps 200 --momentum '0.8'",
@@ -223,7 +223,7 @@ def test_the_last_task_of_an_array_prints_one_table(sweep: Job) -> None:
     rows = [re.split(r" {2,}", line) for line in table.splitlines()]
     assert rows[0][:4] == ["task", "options", "state", "samples/s"]
     assert [row[2] for row in rows[1:4]] == ["done", "failed (2)", "done"]
-    assert rows[1][1] == "--optimizer stock"
+    assert rows[1][1] == "--distributed horovod"
     assert all(float(row[3].replace(",", "")) > 0 for row in (rows[1], rows[3]))
     assert set(rows[2][3:]) == {"-"}
     assert table.splitlines()[4] == "PARTIAL: 2 of 3 done; task 1 failed (2)"
@@ -495,14 +495,14 @@ def test_a_job_that_cannot_succeed_fails_at_once_with_the_remedy(
 
 
 @pytest.fixture(scope="module")
-def fruitless(lab: Lab) -> Job:
-    return submit(lab, "try later", HVA_SCRIPT=FAILING, HVA_MAX_FRUITLESS="2")
+def without_progress(lab: Lab) -> Job:
+    return submit(lab, "try later", HVA_SCRIPT=FAILING, HVA_MAX_RESTARTS_WITHOUT_PROGRESS="2")
 
 
-def test_a_job_that_saves_nothing_is_not_requeued_for_ever(fruitless: Job) -> None:
-    assert fruitless.wait() == ("FAILED", 1), fruitless.explain()
-    assert fruitless.show()["Restarts"] == "1"
-    assert "2 runs in a row have saved nothing new" in fruitless.text()
+def test_a_job_that_saves_nothing_is_not_requeued_for_ever(without_progress: Job) -> None:
+    assert without_progress.wait() == ("FAILED", 1), without_progress.explain()
+    assert without_progress.show()["Restarts"] == "1"
+    assert "2 runs in a row have saved nothing new" in without_progress.text()
 
 
 def test_a_signal_before_any_rank_has_started_counts_as_a_run_that_saved_nothing(lab: Lab) -> None:
@@ -510,7 +510,7 @@ def test_a_signal_before_any_rank_has_started_counts_as_a_run_that_saved_nothing
     prolog = lab.folder / "prolog"
     prolog.write_text("#!/bin/sh\nexec sleep 300\n")
     prolog.chmod(0o755)
-    job = submit(lab, HVA_LAUNCHER_OPTIONS=f"--prolog={prolog}", HVA_MAX_FRUITLESS="1")
+    job = submit(lab, HVA_LAUNCHER_OPTIONS=f"--prolog={prolog}", HVA_MAX_RESTARTS_WITHOUT_PROGRESS="1")
     job.wait_for(r"^  command ")
     job.signal("USR1")
     assert job.wait(60) == ("FAILED", 1), job.explain()

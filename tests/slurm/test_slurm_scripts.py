@@ -26,10 +26,10 @@ samples per second         1,738.1
 step time: total              36.821 ms  100.0%
   = compute                   30.779 ms   83.6%
   + compress                   0.920 ms    2.5%
-  + communicate (waiting)      4.680 ms   12.7%
+  + exposed communication      4.680 ms   12.7%
   + decompress                 0.442 ms    1.2%
-gradients, dense           312,040 bytes a step and rank
-  payload sent             11,272 bytes a step and rank, 27.7x smaller
+gradients, dense           312,040 bytes per step and rank
+  payload sent             11,272 bytes per step and rank, compression ratio 27.7
   traffic on this link     not measured
 train loss, last           0.2937
 held-out loss              0.3517
@@ -140,8 +140,8 @@ def test_a_log_without_a_table_has_no_figures(collect: ModuleType) -> None:
 def test_every_figure_of_the_table_that_training_prints_is_read(
     collect: ModuleType, is_text: bool
 ) -> None:
-    from display import Costs, table
-    from loop import Score
+    from launch.training.display import Costs, table
+    from launch.training.loop import Score
 
     score = Score(0.5, 0.9, 100, is_text=is_text)
     printed = table(Costs(0.1, 0.01, 0.02, 0.03, 100.0, 150.0, 2.0), 1000, 32, 0.4, score)
@@ -236,3 +236,19 @@ def test_a_rank_under_mpirun_is_known_by_its_number_there(tmp_path: Path) -> Non
     )  # fmt: skip
     assert shown.returncode == 75
     assert [file.name for file in tmp_path.iterdir()] == ["node.3"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "most", "warned"),
+    [
+        ({}, "3", False),
+        ({"HVA_MAX_RESTARTS_WITHOUT_PROGRESS": "5"}, "5", False),
+        ({"HVA_MAX_FRUITLESS": "2"}, "2", True),
+    ],
+)
+def test_the_old_name_of_the_limit_of_restarts_still_counts_and_is_warned_of(
+    variables: dict[str, str], most: str, warned: bool
+) -> None:
+    shown = run("bash", "-c", "source launch/slurm/common.sh; most_restarts", **variables)
+    assert shown.stdout.split() == [most]
+    assert ("write HVA_MAX_RESTARTS_WITHOUT_PROGRESS" in shown.stderr) == warned

@@ -1,0 +1,133 @@
+"""Command lines of benchmarks: of those that measure named grid points, and those of tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import report
+
+CHECK = "measure nothing; exit with 1 if what the file holds misses a target"
+
+
+def quick_or_check(
+    options: argparse.ArgumentParser,
+    quick: str = "small and few; no targets, no file",
+    check: str = CHECK,
+) -> None:
+    """Add ``--quick`` and ``--check``, not both: a small run is not compared with anything.
+
+    Args:
+        options: of a program.
+        quick: what it says of ``--quick``.
+        check: what it says of ``--check``.
+    """
+    either = options.add_mutually_exclusive_group()
+    either.add_argument("--check", action="store_true", help=check)
+    either.add_argument("--quick", action="store_true", help=quick)
+
+
+def parser(doc: str | None, points: Iterable[str], name: str) -> argparse.ArgumentParser:
+    """The options that all of them have.
+
+    Args:
+        doc: the script's; its first line is the description.
+        grid points: that there are.
+        name: of the file of results.
+    """
+    found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
+    add = found.add_argument
+    add("--only", default="", help=f"some of {', '.join(points)}, with commas between")
+    add("--redo", action="store_true", help="measure again what the file holds already")
+    quick_or_check(found, "a smoke run on 2 hosts; writes no file")
+    add("--out", type=Path, default=report.RESULTS / f"{name}.json")
+    return found
+
+
+def chosen(options: argparse.ArgumentParser, only: str, points: Iterable[str]) -> list[str]:
+    """The names in ``--only``, or all; an unknown one ends the program."""
+    known = list(points)
+    names = [name.strip() for name in only.split(",") if name.strip()] or known
+    if unknown := sorted(set(names) - set(known)):
+        options.error(f"no {', '.join(unknown)}: there are {', '.join(known)}")
+    return names
+
+
+def tables(
+    doc: str | None,
+    name: str,
+    measure: Callable[[bool], dict[str, Any]],
+    missed: Callable[[dict[str, Any]], list[str]],
+) -> int:
+    """The program of a benchmark that measures all that it has, and then writes one file.
+
+    Args:
+        doc: the script's; its first line is the description.
+        name: of the file of results.
+        measure: gives the figures, of little if told so; prints each table as soon as it is there.
+        missed: the targets that the figures do not meet.
+
+    Returns:
+        The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a target.
+    """
+    found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
+    quick_or_check(found)
+    options = found.parse_args()
+    if options.check:
+        return check(name, missed)
+    try:
+        figures = measure(options.quick)
+    except KeyboardInterrupt:
+        print("\nstopped; the tables above are what was measured, and no file has changed")
+        return 130
+    if options.quick:
+        return 0
+    problems = missed(figures)
+    tell(problems)
+    print(f"written: {report.write(name, {**figures, 'missed': problems})}")
+    return 0
+
+
+def check(
+    name: str, missed: Callable[[dict[str, Any]], list[str]], folder: Path = report.RESULTS
+) -> int:
+    """Compare a file of results with its targets; exit status 1 if one is missed, or without a file."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        print(f"nothing to check: {path} is not there; without --check it is measured")
+        return 1
+    return tell(missed(json.loads(path.read_text())))
+
+
+def tell(problems: list[str]) -> int:
+    """Print the targets that are missed; the exit status of a program that checks them."""
+    print("\n".join(problems) or "all targets met")
+    return int(bool(problems))
+
+
+def complete(
+    measure: Callable[[], None] | None,
+    tell: Callable[[], None],
+    missed: Callable[[], list[str]],
+    check: bool,
+) -> int:
+    """Measure what is to be measured, show what there is, and compare it with the targets.
+
+    Returns:
+        The program's exit status: 130 after Ctrl-C, 1 if targets are to be checked and one is missed.
+    """
+    try:
+        if measure is not None and not check:
+            measure()
+    except KeyboardInterrupt:
+        print("stopped; what was measured is kept")
+        return 130
+    finally:
+        tell()
+    problems = missed()
+    for problem in problems:
+        print(f"target missed: {problem}")
+    return int(check and bool(problems))

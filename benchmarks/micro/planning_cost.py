@@ -1,0 +1,248 @@
+"""What a planner costs a training: L-GreCo every 200 steps against the same compression without one.
+
+Trainings run in the same processes, in turn, a block of steps each: one with a planner, and two
+without, whose difference tells how well runs can be compared. The steps of the one with a planner are
+of three kinds: those in which errors are measured, those around a change of plan, and all others. The
+first two kinds (and each place before and after a change) are compared, by medians, with the others;
+times how often it occurs, that is its share of the training's time, and their sum is what planning
+costs. The other steps are compared with those without a planner: they differ by the plan's levels, of
+which some take longer to compress, and by noise.
+
+    python -m benchmarks.micro.planning_cost          # starts its own ranks; results/planning_cost.json
+    python -m benchmarks.micro.planning_cost --check  # measures nothing; exit code 1 if one is over 1 %
+    python -m benchmarks.micro.planning_cost --only "ResNet, topk" --fresh
+    python -m benchmarks.micro.planning_cost --quick  # one small model; no target, no file
+
+Cases that the file already holds are not repeated, so an interrupted benchmark continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import command_line, lab
+from benchmarks.report import report
+
+TARGET = 0.01
+BEFORE, AFTER = 7, 3
+"""Steps around the last one under the old plan: averages, the planner's thread, the change."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Args:
+        preset: arguments of train.py.
+        compression: of both runs.
+        periods: plans that are made.
+        period: steps from one to the next.
+    """
+
+    preset: tuple[str, ...]
+    compression: str
+    periods: int
+    period: int = 200
+
+
+CASES = {
+    "ResNet, topk": Case(("--preset", "resnet-fashion"), "topk:density=0.01", 12),
+    "LSTM, topk": Case(("--preset", "lstm-sotu"), "topk:density=0.01", 2),
+    "LSTM, qsgd": Case(("--preset", "lstm-sotu"), "qsgd:bits=4", 2),
+    "transformer, powersgd": Case(("--preset", "transformer-sotu"), "powersgd:rank=4", 2),
+}
+QUICK = {
+    "MLP, topk": Case(("--preset", "mlp-digits", "--width", "64"), "topk:density=0.05", 2, period=32)
+}
+
+
+# --- on every rank ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of each step, and the last steps before a change of plan."""
+
+    seconds: list[float]
+    changes: list[int]
+
+
+def steps_of(case: Case, planner: str | None, times: Times) -> Iterator[None]:
+    """Train; each turn is a step."""
+    import horovod.torch as hvd
+
+    import hvd_adaptive as hva
+    from benchmarks.workers.presets import loop, prepare
+
+    preset = prepare(case.preset)
+    optimizer: Any = hva.DistributedOptimizer(
+        preset.rule,
+        named_parameters=preset.model.named_parameters(),
+        compression=case.compression,
+        planner=planner,
+    )
+    hvd.broadcast_parameters(preset.model.state_dict(), root_rank=0)
+    total = case.period * (case.periods + 1)
+    with loop.spared_from_collection():
+        for step, batch in enumerate(preset.forever()):
+            preset.set_rate(step, total)
+            version = optimizer.plan.version
+            started = time.perf_counter()
+            preset.step(optimizer, batch)
+            times.seconds.append(time.perf_counter() - started)
+            if optimizer.plan.version != version:
+                times.changes.append(step)
+            yield
+
+
+def work(case: Case) -> dict[str, Any]:
+    """The runs in turn; two without a planner, which tell how well two runs can be compared."""
+    import horovod.torch as hvd
+    import torch
+
+    import hvd_adaptive as hva
+    from hvd_adaptive.adaptation.sampling import SAMPLES
+
+    hva.init()
+    torch.set_num_threads(1)
+    times = {name: Times([], []) for name in ("with", "without", "again")}
+    runs = {
+        "with": steps_of(case, f"lgreco:period={case.period}", times["with"]),
+        "without": steps_of(case, None, times["without"]),
+        "again": steps_of(case, None, times["again"]),
+    }
+    block = case.period // SAMPLES
+    # half a block to begin with: errors are then measured within a block, and not after its barrier
+    for turn, steps in enumerate([block // 2, *[block] * (case.periods * SAMPLES)]):
+        for name in list(runs)[:: 1 if turn % 2 else -1]:
+            # an equal start: a rank that is ahead would charge its waiting to the other run
+            hvd.barrier()
+            for _ in range(steps):
+                next(runs[name])
+        if hvd.rank() == 0 and turn % SAMPLES == 1:
+            print(f"  period {turn // SAMPLES + 1} of {case.periods}", file=sys.stderr, flush=True)
+    figures = compare(times["with"], times["without"], block, case.period)
+    usual, again = (np.median(times[name].seconds[block:]) for name in ("without", "again"))
+    return {"ranks": hvd.size(), **figures, "two without": float(again / usual - 1)}
+
+
+def compare(with_one: Times, without: Times, block: int, period: int) -> dict[str, Any]:
+    """What each kind of step takes longer than one without a planner, as a share of a period."""
+    seconds, steps = np.array(with_one.seconds), np.arange(len(with_one.seconds))
+    counts = range(block, len(steps))  # before that, kernels are compiled
+    counted = steps >= block
+    around = {
+        place: [seconds[change + place] for change in with_one.changes if change + place in counts]
+        for place in range(-BEFORE, AFTER + 1)
+    }
+    near = np.zeros(len(steps), np.bool_)
+    for change in with_one.changes:
+        near[max(0, change - BEFORE) : change + AFTER + 1] = True
+    sampled = counted & ~near & (steps % block == 0)
+    others = counted & ~near & ~sampled
+    plain, usual = np.median(seconds[others]), np.median(np.array(without.seconds)[counted])
+    extra = {place: float(np.median(found) - plain) for place, found in around.items() if found}
+    measuring = float(np.median(seconds[sampled]) - plain)
+    shares = {
+        "measuring": measuring * (period // block) / (period * usual),
+        "changing": sum(extra.values()) / (period * usual),
+        "other steps": plain / usual - 1,
+    }
+    return {
+        "plans": len(with_one.changes),
+        "step ms": 1e3 * float(usual),
+        "measuring ms": 1e3 * measuring,
+        "changing ms": 1e3 * sum(extra.values()),
+        "around a change ms": {str(place): 1e3 * value for place, value in extra.items()},
+        **{name: float(share) for name, share in shares.items()},
+        "planning": float(shares["measuring"] + shares["changing"]),
+    }
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+
+def load() -> dict[str, Any]:
+    """The cases that the file holds."""
+    path = report.RESULTS / "planning_cost.json"
+    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    return cases
+
+
+def show(cases: dict[str, Any]) -> None:
+    """The table."""
+    shares = ("measuring", "changing", "planning", "other steps", "two without")
+    heading = ["share of the time without a planner", "step ms", "measuring ms", "a change ms", *shares]
+    lines: list[list[object]] = [
+        [
+            name,
+            *(f"{row[key]:.2f}" for key in ("step ms", "measuring ms", "changing ms")),
+            *(f"{100 * row[key]:+.2f} %" for key in shares),
+        ]
+        for name, row in cases.items()
+    ]
+    print(report.table([heading, *lines]))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", help="one case, by name")
+    parser.add_argument("--fresh", action="store_true", help="repeat what the file holds already")
+    command_line.quick_or_check(parser)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cases = QUICK if options.quick else CASES
+    names = [options.only] if options.only else list(cases)
+    if unknown := set(names) - set(cases):
+        parser.error(f"no case {', '.join(sorted(unknown))}: there are {', '.join(cases)}")
+    if options.worker:
+        import horovod.torch as hvd
+
+        figures = work(cases[names[0]])
+        if hvd.rank() == 0:
+            options.worker.write_text(json.dumps(figures))
+        return 0
+    done = {} if options.quick else load()
+
+    def measure() -> None:
+        for name in names:
+            setting = json.loads(json.dumps(asdict(cases[name])))
+            if not options.fresh and done.get(name, {}).get("setting") == setting:
+                continue
+            print(name, file=sys.stderr, flush=True)
+            words = ["--only", name, *(["--quick"] if options.quick else [])]
+            found = lab.figures_here(options.ranks, "micro.planning_cost", words)
+            done[name] = {"setting": setting, **found}
+            if not options.quick:
+                report.write("planning_cost", {"cases": done})
+
+    return command_line.complete(
+        measure,
+        lambda: show(done),
+        lambda: [] if options.quick else missed(done),  # few steps say nothing
+        options.check,
+    )
+
+
+def missed(cases: dict[str, Any]) -> list[str]:
+    """Where planning takes more than the target."""
+    return [
+        f"{name}: {row['planning']:.2%}, target {TARGET:.0%}"
+        for name, row in cases.items()
+        if row["planning"] > TARGET
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
