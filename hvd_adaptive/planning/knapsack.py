@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adaptive.arrays import Float64s, Int64s
-from hvd_adaptive.kernels.caching import jit
+from hvd_adaptive.kernel_cache import jit
 
 __all__ = ["Infeasible", "Rows", "equal_slopes", "min_cost", "min_error", "total"]
 

@@ -589,7 +589,7 @@ def test_the_examples_in_docstrings_run(of: ModuleType) -> None:
 
 def test_the_benchmark_runs() -> None:
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "benchmarks" / "wire.py"), "--quick"]
+    command = [sys.executable, "-m", "benchmarks.micro.wire", "--quick"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert "entropy" in done.stdout

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adaptive.kernels import caching
+from hvd_adaptive import kernel_cache
 
-PACKAGE = Path(caching.__file__).parents[1]
+PACKAGE = Path(kernel_cache.__file__).parents[1]
 PROGRAM = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
@@ -101,18 +101,18 @@ def test_a_folder_that_another_user_could_have_planted_is_refused(
     open_to_all.mkdir()
     open_to_all.chmod(0o777)  # without the bit that keeps others from renaming
     with pytest.raises(PermissionError, match="replace what is in"):
-        caching.private_folder(open_to_all)
+        kernel_cache.private_folder(open_to_all)
     elsewhere.mkdir(0o700)
     folder = tmp_path / f"hvd_adaptive-{os.geteuid()}"
     folder.symlink_to(elsewhere)
     with pytest.raises(PermissionError, match="not a folder of this user's alone"):
-        caching.private_folder(tmp_path)
+        kernel_cache.private_folder(tmp_path)
     folder.unlink()
-    assert caching.private_folder(tmp_path) == caching.private_folder(tmp_path) == folder
+    assert kernel_cache.private_folder(tmp_path) == kernel_cache.private_folder(tmp_path) == folder
     folder.rename(tmp_path / "hvd_adaptive-12345")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError):
-        caching.private_folder(tmp_path)
+        kernel_cache.private_folder(tmp_path)
 
 
 def copy_of_the_package(folder: Path) -> Path:
@@ -168,7 +168,7 @@ def test_kernels_of_old_versions_are_removed_unless_used_lately(tmp_path: Path) 
         started = time.time() - age * hour / 2
         os.utime(folder, (started, started))
     (tmp_path / "hvd_adaptive-0").mkdir()  # the private folder of a user
-    caching.remove_old_versions(tmp_path, "hvd_adaptive-kernels-5")
+    kernel_cache.remove_old_versions(tmp_path, "hvd_adaptive-kernels-5")
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == [
         "hvd_adaptive-0",
@@ -186,7 +186,7 @@ def test_ranks_that_remove_old_versions_at_the_same_time_do_not_fail(tmp_path: P
         os.utime(folder, (long_ago, long_ago + version))
     with ThreadPoolExecutor(16) as ranks:
         done = [
-            ranks.submit(caching.remove_old_versions, tmp_path, "hvd_adaptive-kernels-0")
+            ranks.submit(kernel_cache.remove_old_versions, tmp_path, "hvd_adaptive-kernels-0")
             for _ in range(16)
         ]
     assert [each.result() for each in done] == [None] * 16

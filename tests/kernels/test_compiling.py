@@ -35,7 +35,7 @@ def test_warm_says_how_long_it_took() -> None:
 
 def test_the_benchmark_runs() -> None:
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "benchmarks" / "kernels.py"), "--quick"]
+    command = [sys.executable, "-m", "benchmarks.micro.kernels", "--quick"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert "x memcpy" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_adaptive.kernels.caching import jit
+from hvd_adaptive.kernel_cache import jit
 
 
 def compiled(*freedoms: str, inline: bool = False) -> Any:

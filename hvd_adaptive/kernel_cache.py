@@ -28,7 +28,7 @@ from typing import Any
 
 from numba import config, njit
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
 KEPT_VERSIONS = 3
 """Versions whose kernels are kept, this one included; more of them if they were used lately."""
 LATELY = 3600.0
@@ -114,7 +114,7 @@ def _places() -> Iterable[Path]:
     """Where Numba would keep kernels, in its order."""
     if config.CACHE_DIR:
         yield Path(config.CACHE_DIR)
-    yield Path(__file__).parent / "__pycache__"
+    yield PACKAGE / "kernels" / "__pycache__"
     with suppress(RuntimeError):  # no home
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
 
