@@ -70,8 +70,11 @@ SAMPLE = 8
 """One chunk in so many is looked at to choose the group."""
 
 _SIZE = struct.Struct("<I")
-Writer: TypeAlias = "Callable[[PackedLayers, int, npt.NDArray[np.uint8]], None]"
-Reader: TypeAlias = "Callable[[npt.NDArray[np.uint8], int, int], npt.NDArray[np.uint8] | None]"
+Writer: TypeAlias = Callable[[int, int], None]
+"""Takes a layer and the byte to write its stream at; may touch 8 bytes past the stream."""
+Reader: TypeAlias = Callable[[int, int, int, int], npt.NDArray[np.uint8] | None]
+"""Takes the first byte of a stream, its bytes, the elements of the layer and the bits of a code; returns
+packed codes, or None if the stream is damaged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +160,11 @@ class HuffmanTools(Protocol):
     ) -> npt.NDArray[np.int64]:
         """Bits of each chosen layer's stream."""
 
-    def writer(self, code: Code) -> Writer:
-        """Writes the stream of a layer of packed codes; may touch 8 bytes past it."""
+    def writer(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> Writer:
+        """What writes streams of packed layers into ``out``."""
 
-    def reader(self, code: Code) -> Reader:
-        """The packed codes of a stream, a number of elements and of bits; None if it is damaged."""
+    def reader(self, code: Code, data: npt.NDArray[np.uint8]) -> Reader:
+        """What reads the streams in ``data``."""
 
 
 class HuffmanCoder:
@@ -230,7 +233,7 @@ class HuffmanCoder:
             WireError: a layer is cut short, has no code, or its stream is damaged.
         """
         data = body.numpy()
-        readers = {bits: self._tools.reader(code) for bits, code in codes.items()}
+        readers = {bits: self._tools.reader(code, data) for bits, code in codes.items()}
         parts, position = [], start
         for layer, numel in enumerate(numels):
             size, damage = _layer_size(data, position, numel, rule, tables, codes)
@@ -243,7 +246,7 @@ class HuffmanCoder:
                 bits = header ^ HUFFMAN
                 stream = position + 1 + rule.norm_bytes(numel) + 4
                 front = np.append(np.uint8(bits), data[position + 1 : stream - 4])
-                packed = readers[bits](data[stream : position + size], numel, bits)
+                packed = readers[bits](stream, position + size - stream, numel, bits)
                 if packed is None:
                     raise damaged(Damage.stream, layer, numel, stream, data.size)
                 parts += [front, packed]
@@ -334,8 +337,8 @@ class HuffmanCoder:
     def code_to_bytes(self, code: Code) -> bytes:
         """A code as it is sent."""
         nibbles = self._tools.nibbles_of(code.lengths)
-        nibbles = np.pad(nibbles, (0, nibbles.size & 1))
-        packed = nibbles[0::2] | nibbles[1::2] << 4
+        packed = nibbles[0::2].copy()
+        packed[: nibbles.size // 2] |= nibbles[1::2] << 4
         return bytes([code.group]) + packed.tobytes()
 
     def read_code(self, data: npt.NDArray[np.uint8], alphabet: int) -> tuple[Code, int] | Damage:
@@ -369,7 +372,7 @@ class HuffmanCoder:
         """The layers, some as streams of these sizes, the others as they are."""
         room = torch.empty(int(packed.begins[-1]) + SPARE, dtype=torch.uint8)
         out, position = room.numpy(), 0
-        writers = {bits: self._tools.writer(code) for bits, code in codes.items()}
+        writers = {bits: self._tools.writer(code, packed, out) for bits, code in codes.items()}
         for layer, begin in enumerate(packed.begins[:-1].tolist()):
             coded = layer in streams
             end = int(packed.starts[layer] if coded else packed.begins[layer + 1])
@@ -380,7 +383,7 @@ class HuffmanCoder:
             out[header] |= HUFFMAN
             out[position : position + 4] = np.frombuffer(_SIZE.pack(streams[layer]), np.uint8)
             position += 4
-            writers[int(packed.headers[layer])](packed, layer, out[position:])
+            writers[int(packed.headers[layer])](layer, position)
             position += streams[layer]
         return room[:position]
 

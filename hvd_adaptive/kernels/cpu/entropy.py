@@ -287,22 +287,24 @@ def _work_arrays() -> _Arrays:
 class _Writer:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code) -> None:
-        self._code, self._work = code, _work_arrays()
+    def __init__(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+        self._code, self._packed, self._work = code, packed, _work_arrays()
+        self._source, self._out = packed.body.ctypes.data, out.ctypes.data
         self._words = np.zeros(code.lengths.size, np.uint16)
         _words(code.lengths, self._words)
 
-    def __call__(self, packed: PackedLayers, layer: int, out: npt.NDArray[np.uint8]) -> None:
-        code, source = self._code, packed.body.ctypes.data + packed.starts[layer]
+    def __call__(self, layer: int, position: int) -> None:
+        code, packed = self._code, self._packed
+        source, out = self._source + packed.starts[layer], self._out + position
         layout = (packed.numels[layer], packed.headers[layer], code.alphabet, code.group)
-        _put_stream(source, *layout, code.lengths, self._words, out.ctypes.data, self._work)
+        _put_stream(source, *layout, code.lengths, self._words, out, self._work)
 
 
 class _Reader:
     """The tables that decode the streams of one code."""
 
-    def __init__(self, code: Code) -> None:
-        self._code, self._work = code, _work_arrays()
+    def __init__(self, code: Code, data: npt.NDArray[np.uint8]) -> None:
+        self._code, self._address, self._codes = code, data.ctypes.data, _work_arrays()[0]
         self._table = np.empty(1 << int(code.lengths.max()), np.uint32)
         self._digits = np.empty(code.lengths.size, np.uint64)
         words = np.zeros(code.lengths.size, np.uint16)
@@ -310,15 +312,13 @@ class _Reader:
         _fill_table(code.lengths, words, self._table)
         _fill_digits(code.alphabet, code.group, self._digits)
 
-    def __call__(
-        self, stream: npt.NDArray[np.uint8], numel: int, bits: int
-    ) -> npt.NDArray[np.uint8] | None:
+    def __call__(self, start: int, size: int, numel: int, bits: int) -> npt.NDArray[np.uint8] | None:
         code = self._code
         length = packed_bytes(numel, bits, code.alphabet)
         out = np.empty(length + SLACK, np.uint8)
         whole = _get_stream(
-            stream.ctypes.data,
-            stream.size,
+            self._address + start,
+            size,
             numel,
             bits,
             code.alphabet,
@@ -326,7 +326,7 @@ class _Reader:
             self._table,
             self._digits,
             out.ctypes.data,
-            self._work[0],
+            self._codes,
         )
         return out[:length] if whole else None
 

@@ -97,12 +97,13 @@ def _unpacked(
 class _Writer:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code) -> None:
-        self._code, self._words = code, np.array(_words(code.lengths))
+    def __init__(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+        self._code, self._packed, self._out = code, packed, out
+        self._words = np.array(_words(code.lengths))
 
-    def __call__(self, packed: PackedLayers, layer: int, out: npt.NDArray[np.uint8]) -> None:
-        code, bits = self._code, int(packed.headers[layer])
-        symbols = _symbols(packed, layer, bits, code.alphabet, code.group)
+    def __call__(self, layer: int, position: int) -> None:
+        code, bits = self._code, int(self._packed.headers[layer])
+        symbols = _symbols(self._packed, layer, bits, code.alphabet, code.group)
         lengths, words = code.lengths[symbols].astype(np.int64), self._words[symbols]
         ends = np.cumsum(lengths)
         stream = np.zeros(int(ends[-1]), np.uint8)
@@ -110,21 +111,19 @@ class _Writer:
             has = lengths > bit
             stream[(ends - lengths + bit)[has]] = (words[has] >> bit) & 1
         data = np.packbits(stream, bitorder="little")
-        out[: data.size] = data
+        self._out[position : position + data.size] = data
 
 
 class _Reader:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code) -> None:
-        self._code = code
+    def __init__(self, code: Code, data: npt.NDArray[np.uint8]) -> None:
+        self._code, self._data = code, data
         rows = zip(code.lengths.tolist(), _words(code.lengths) or [], strict=True)
         self._symbols = {row: symbol for symbol, row in enumerate(rows) if row[0]}
 
-    def __call__(
-        self, stream: npt.NDArray[np.uint8], numel: int, bits: int
-    ) -> npt.NDArray[np.uint8] | None:
-        code, symbols = self._code, []
+    def __call__(self, start: int, size: int, numel: int, bits: int) -> npt.NDArray[np.uint8] | None:
+        code, symbols, stream = self._code, [], self._data[start : start + size]
         left = iter(np.unpackbits(stream, bitorder="little").tolist())
         for _ in range(-(-numel // code.group)):
             word, length = 0, 0
