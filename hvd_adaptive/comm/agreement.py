@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvd_adaptive.comm.excepthook import told_by
-from hvd_adaptive.comm.transport import joins_named
+from hvd_adaptive.comm.transport import joins_named, leftovers_dropped
 from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Control:
             message = json.dumps({_TOO_LARGE: len(message)}).encode()
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         tensor = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        with joins_named():
+        with joins_named(), leftovers_dropped():
             gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
         data = gathered.numpy().tobytes()
         values = []
@@ -108,7 +108,8 @@ class Control:
         if self.rank == 0:
             torch.save(state, file)
         mine = torch.from_numpy(np.frombuffer(file.getvalue(), np.uint8).copy())
-        first = hvd.allgather(mine, name=f"{self._name}.state", process_set=self._process_set)
+        with leftovers_dropped():
+            first = hvd.allgather(mine, name=f"{self._name}.state", process_set=self._process_set)
         return torch.load(io.BytesIO(first.numpy().tobytes()), map_location="cpu", weights_only=True)
 
     def agree(

@@ -20,6 +20,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.transport import leftovers_dropped
 
 T = TypeVar("T")
 
@@ -184,11 +185,12 @@ class HorovodChannel(Channel):
 
     def gather(self, values: Float64s) -> Pending:
         """An allgather."""
-        handle = hvd.allgather_async(
-            torch.from_numpy(np.ascontiguousarray(values, np.float64)).view(1, -1),
-            name=self._next_name(),
-            process_set=self._process_set,
-        )
+        with leftovers_dropped():
+            handle = hvd.allgather_async(
+                torch.from_numpy(np.ascontiguousarray(values, np.float64)).view(1, -1),
+                name=self._next_name(),
+                process_set=self._process_set,
+            )
         return lambda: hvd.synchronize(handle).numpy()
 
     def broadcast(self, message: str) -> str:
@@ -198,12 +200,13 @@ class HorovodChannel(Channel):
         return str(control.allgather(mine)[0])
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
-        handle = hvd.allreduce_async(
-            torch.from_numpy(np.ascontiguousarray(values, np.float64)),
-            op=operation,
-            name=self._next_name(),
-            process_set=self._process_set,
-        )
+        with leftovers_dropped():
+            handle = hvd.allreduce_async(
+                torch.from_numpy(np.ascontiguousarray(values, np.float64)),
+                op=operation,
+                name=self._next_name(),
+                process_set=self._process_set,
+            )
         return lambda: hvd.synchronize(handle).numpy()
 
     def _next_name(self) -> str:

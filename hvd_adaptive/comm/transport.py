@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,28 @@ def joins_named() -> Iterator[None]:
         if "not supported with Join" not in str(error):
             raise
         raise JoinedRankError("payloads that are gathered, nor when layers change") from error
+
+
+_NAME_TAKEN = "same name as another tensor that is currently being processed"
+
+
+@contextmanager
+def leftovers_dropped() -> Iterator[None]:
+    """Begin an elastic run again where an operation is left over from before Horovod's restart.
+
+    Horovod's thread ends when a rank has gone, and refuses what is under way. What is handed over at
+    that very moment it neither refuses nor runs: after ``hvd.init()`` the operation is still there, so
+    that its name is taken. ``hvd.shutdown()`` drops it, which an elastic run calls on this error.
+
+    Raises:
+        HorovodInternalError: in the place of Horovod's ValueError, in elastic runs only.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if _NAME_TAKEN not in str(error) or os.environ.get("HOROVOD_ELASTIC") != "1":
+            raise
+        raise HorovodInternalError(f"left over from before Horovod's restart: {error}") from error
 
 
 class Transport:
@@ -85,7 +108,14 @@ class Transport:
             request: what to do.
             name: of the operation; every rank submits the same names in the same order.
             step: number of the step, the same on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank has gone.
         """
+        with leftovers_dropped():
+            return self._start(request, name, step)
+
+    def _start(self, request: Request, name: str, step: int) -> Handle:
         tensor, common = request.tensor, {"name": name, "process_set": self._process_set}
         handle: Handle
         match request.operation:

@@ -10,8 +10,10 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
+from hvd_adaptive.comm.transport import Request, Transport
 from tests.distributed.workloads import (
     assert_ranks_agree,
     make_model,
@@ -138,3 +140,23 @@ def test_a_rank_whose_residuals_are_of_other_weights_drops_them_and_no_gradient_
     unsent = mean_of(residuals_of(optimizer)["weight"], "unsent", op)
     # ranks that begin with the mean have rank 0's where gradients are averaged, else nothing
     torch.testing.assert_close(after - RATE * unsent, before - RATE * at_rank_0, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_an_operation_left_over_from_before_a_restart_is_an_error_of_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Horovod would raise ValueError, which ends a rank; an elastic run begins again instead."""
+    transport = Transport(hvd.Sum, hvd.global_process_set)
+    requests = [Request("allreduce", torch.ones(4)) for _ in range(3)]
+    if hvd.rank() == 0:
+        handle = transport.submit(requests[0], "left over", 0)  # waits for the other rank
+        with pytest.raises(HorovodInternalError, match="left over from before Horovod's restart"):
+            transport.submit(requests[1], "left over", 0)
+        monkeypatch.delenv("HOROVOD_ELASTIC")
+        with pytest.raises(ValueError, match="same name"):
+            transport.submit(requests[2], "left over", 0)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        handle = transport.submit(requests[0], "left over", 0)
+    assert transport.wait(handle).tolist() == [2.0] * 4
