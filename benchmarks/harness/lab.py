@@ -5,7 +5,7 @@
         lab.set_rate("50mbit")
         with lab.trace("sin2 --low 50mbit --high 400mbit --period 20"):
             slow = lab.train(["--preset", "lstm-sotu", "--steps", "30"])
-        alone = lab.train_alone(["--preset", "lstm-sotu", "--steps", "30"])
+        compute_only = lab.train_compute_only(["--preset", "lstm-sotu", "--steps", "30"])
 
 The hosts are network namespaces on this machine (launch/netlab.sh), made once for all jobs and removed
 at the end, also after an error, Ctrl-C or SIGTERM. Needs root, Linux and Open MPI 4: `why_not()` says

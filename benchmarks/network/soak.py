@@ -279,7 +279,9 @@ def watch(seen: SoakRun, lines: queue.Queue[str | None]) -> None:
         elif not line.startswith("{"):
             print(line, end="", flush=True)
         else:
-            record = json.loads(line)
+            # What ranks and mpirun say at their end may follow on the same line.
+            record, length = json.JSONDecoder().raw_decode(line)
+            print(line[length:].strip("\n"), end="", flush=True)
             if "processes" in record:
                 seen.samples = {process: Samples() for process in record["processes"]}
                 seen.started = now
