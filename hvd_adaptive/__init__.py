@@ -16,6 +16,7 @@ from hvd_adaptive.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.startup import init
+    from hvd_adaptive.engine.virtual_ranks import VirtualRanks
     from hvd_adaptive.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "Telemetry",
+    "VirtualRanks",
     "__version__",
     "init",
     "merge_compression_states",
@@ -31,7 +33,11 @@ __all__ = [
 
 
 # What needs Horovod, and where it is.
-_WITH_HOROVOD = {"DistributedOptimizer": "hvd_adaptive.optimizer", "init": "hvd_adaptive.comm.startup"}
+_WITH_HOROVOD = {
+    "DistributedOptimizer": "hvd_adaptive.optimizer",
+    "VirtualRanks": "hvd_adaptive.engine.virtual_ranks",
+    "init": "hvd_adaptive.comm.startup",
+}
 
 
 def __getattr__(name: str) -> Any:

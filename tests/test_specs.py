@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +90,27 @@ def test_blanks_and_zeros_are_taken() -> None:
     assert compressors.parse(" topk : density = 0.05 , values=fp16 ") == compressors.TopK(0.05, "fp16")
     assert compressors.parse("terngrad:clip=0") == compressors.TernGrad()
     assert planning.parse("lgreco:period=0").period == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("planning", "Facts", "PlanningInput"),
+        ("planning", "Need", "Measurement"),
+        ("planning", "StepFacts", "StepMeasurements"),
+        ("planning", "Table", "CandidateTable"),
+        ("feedback", "Kept", "LayerStates"),
+        ("feedback", "Memory", "FeedbackState"),
+        ("feedback", "Situation", "FeedbackContext"),
+        ("compressors", "Batch", "LinearBatch"),
+    ],
+)
+def test_a_name_that_was_renamed_still_works_and_warns(module: str, old: str, new: str) -> None:
+    room = importlib.import_module(f"hvd_adaptive.{module}")
+    with pytest.warns(
+        DeprecationWarning, match=f"{old} was renamed: write hvd_adaptive.{module}.{new}"
+    ):
+        found = getattr(room, old)
+    assert found is getattr(room, new)
+    with pytest.raises(AttributeError, match="no attribute 'Nobody'"):
+        _ = room.Nobody

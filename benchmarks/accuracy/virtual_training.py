@@ -24,7 +24,7 @@ import torch
 import hvd_adaptive as hva
 from benchmarks.report import report
 from benchmarks.workers.presets import Preset, prepare
-from hvd_adaptive.engine.virtual_ranks import VirtualRanks
+from hvd_adaptive import VirtualRanks
 
 SHOW_EVERY = 50
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_adaptive.collectives import SCHEMES
 from hvd_adaptive.planning.costs import nonnegative_least_squares
 
 TCP_SHARE = 0.95
@@ -43,11 +44,15 @@ def volume(collective: str, ranks: int, nbytes: float) -> float:
 
     Example:
         >>> [volume(kind, 4, 100) for kind in ("allreduce", "allgather", "two-shot", "hierarchical")]
-        [150.0, 300, 150.0, 200]
+        [150.0, 300.0, 150.0, 200]
     """
-    if collective in ("allreduce", "two-shot"):
-        return 2 * (ranks - 1) / ranks * nbytes
+    if collective in _SCHEMES:
+        return SCHEMES[_SCHEMES[collective]].link_bytes(nbytes, ranks)
     return rounds(collective, ranks) * nbytes
+
+
+_SCHEMES = {"allreduce": "allreduce", "allgather": "allgather", "two-shot": "cast_two_shot"}
+"""The library's schemes with the traffic of each collective; it has none yet that is hierarchical."""
 
 
 def group_size(ranks: int) -> int:

@@ -37,6 +37,7 @@ from hvd_adaptive.compressors.quantized import (
 )
 from hvd_adaptive.compressors.randomk import RandomK
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
+from hvd_adaptive.deprecation import renamed
 
 
 class Compression:
@@ -152,3 +153,6 @@ __all__ = [
     "format_spec",
     "parse",
 ]
+
+
+__getattr__ = renamed(__name__, {"Batch": "hvd_adaptive.compressors.LinearBatch"})

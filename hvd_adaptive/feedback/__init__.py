@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvd_adaptive import specs
+from hvd_adaptive.deprecation import renamed
 from hvd_adaptive.feedback.base import (
     RESIDUAL,
     Feedback,
@@ -70,3 +71,13 @@ def format_rule(rule: Feedback) -> str:
         ('ef', 'ef:decay=0.9')
     """
     return specs.write(rule.name, rule, defaults=False)
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Kept": "hvd_adaptive.feedback.LayerStates",
+        "Memory": "hvd_adaptive.feedback.FeedbackState",
+        "Situation": "hvd_adaptive.feedback.FeedbackContext",
+    },
+)

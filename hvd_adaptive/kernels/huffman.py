@@ -73,9 +73,10 @@ _SIZE = struct.Struct("<I")
 Writer: TypeAlias = Callable[[int, int], None]
 """Takes a layer and the byte to write its stream at; may touch 8 bytes past the stream."""
 Reader: TypeAlias = Callable[[int, int, int, int], npt.NDArray[np.uint8] | None]
-"""Takes the first byte of a stream, its bytes, the elements of the layer and the bits of a code.
+"""Takes the first byte of a stream, its bytes, the elements of the layer, and the bits of a code.
 
-Returns packed codes, or None if the stream is damaged."""
+Returns the packed codes, or None if the stream is damaged.
+"""
 
 
 @dataclass(frozen=True, eq=False)

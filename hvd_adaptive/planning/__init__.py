@@ -6,6 +6,7 @@ layers?). Nothing here needs torch, Horovod or MPI: numbers come in, one index p
 
 from __future__ import annotations
 
+from hvd_adaptive.deprecation import renamed
 from hvd_adaptive.planning import recipes
 from hvd_adaptive.planning.measurements import Measurement as Measurement
 from hvd_adaptive.planning.measurements import StepMeasurements as StepMeasurements
@@ -33,3 +34,14 @@ globals()["__all__"] = [
     "Transfer",
     *vars(recipes)["__all__"],
 ]
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Facts": "hvd_adaptive.planning.PlanningInput",
+        "Need": "hvd_adaptive.planning.Measurement",
+        "StepFacts": "hvd_adaptive.planning.StepMeasurements",
+        "Table": "hvd_adaptive.planning.CandidateTable",
+    },
+)

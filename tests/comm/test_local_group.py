@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
+from hvd_adaptive import VirtualRanks  # noqa: E402
 from hvd_adaptive.comm.local_group import (  # noqa: E402
     LocalGroup,
     LocalGroupError,
@@ -18,7 +19,6 @@ from hvd_adaptive.comm.local_group import (  # noqa: E402
 )
 from hvd_adaptive.comm.transport import Request  # noqa: E402
 from hvd_adaptive.compressors import REGISTRY, parse  # noqa: E402
-from hvd_adaptive.engine.virtual_ranks import VirtualRanks  # noqa: E402
 
 SIZES = (1, 2, 3, 4, 7, 16, 64)
 SHAPES = {"wide": (40, 60), "tall": (70, 20), "bias": (33,), "empty": (0, 4)}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive import VirtualRanks
 from hvd_adaptive.compressors import REGISTRY
-from hvd_adaptive.engine.virtual_ranks import VirtualRanks
 from tests.distributed.workloads import bits, make_model, ours, set_gradients
 
 SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
