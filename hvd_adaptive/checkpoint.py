@@ -6,7 +6,7 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ==============  ======  ==============================================================================
 ``format``      shared  :data:`STATE_FORMAT`
 ``rounds``      shared  how often gradients were synchronized
-``order``       shared  names of the layers that were trained, in the order in which they travel
+``order``       shared  names of the layers that were trained, in the order in which they are sent
 ``routes``      shared  of these layers, compressor and feedback rule, as text; none before a step
 ``kept``                of each layer, by slot, what its feedback rule keeps, 1-D; and its residual,
                         whatever the rule: it is sent with the next gradient
@@ -14,7 +14,7 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ``last_rates``          the learning rates of the last step
 ``learn_next``  shared  whether compressors that learn do so in the next step
 ``planned``     shared  of some layers, compressor (None: dense) and level that a planner gave them
-``codecs``      shared  what compressors have learnt, by their text
+``codecs``      shared  what compressors have learned, by their text
 ``controller``               what the planner's driver knows, as ``_PILOT`` below says; None without one
 ==============  ======  ==============================================================================
 
@@ -58,7 +58,7 @@ class Run:
         choice: the user's compressors.
         dense_steps: dense steps at the start.
         recipe: of the planner; None without one.
-        alternatives: compressors whose levels the planner may choose beside those of ``choice``.
+        alternatives: compressors whose levels the planner may choose besides those of ``choice``.
         ranks: how many there are.
     """
 
@@ -71,7 +71,7 @@ class Run:
 
 
 def check_state(state: Any, run: Run | None = None) -> None:
-    """Refuse what no run has saved, or what this run cannot go on from; changes nothing.
+    """Refuse what no run has saved, or what this run cannot continue from; changes nothing.
 
     Cost: a pass over all tensors.
 
@@ -123,11 +123,11 @@ def planned(state: Mapping[str, Any]) -> dict[str, tuple[Compressor | None, Leve
 
 
 def merge_compression_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state with which each of any number of ranks goes on after a run of ``len(states)`` ranks.
+    """The state with which each of any number of ranks continues after a run of ``len(states)`` ranks.
 
     What a rank has not sent yet (residuals, velocities, EF21's estimates) becomes the mean over the
     ranks that saved it, so that the mean over ranks stays what it was: no gradient is lost. What all
-    ranks hold alike (learnt levels, warm starts) is taken from the first. Cost: a float64 copy of one
+    ranks hold alike (learned levels, warm starts) is taken from the first. Cost: a float64 copy of one
     layer at a time, and the result.
 
     Args:
@@ -398,7 +398,7 @@ _SLOTS = frozenset().union(*(_memory_of(name)[0] for name in feedback.REGISTRY))
 
 
 def _check_routes(state: Mapping[str, Any]) -> None:
-    """Every layer that travelled has kept what its rule keeps."""
+    """Every layer that was sent has kept what its rule keeps."""
     order, routes, kept = state["order"], state["routes"], state["kept"]
     if routes and set(routes) != set(order):
         (name, *_) = sorted(set(routes) ^ set(order))
@@ -425,16 +425,16 @@ def _check_routes(state: Mapping[str, Any]) -> None:
 
 
 def _check_codecs(state: Mapping[str, Any]) -> dict[str, CodecState]:
-    """What each compressor learnt, as its own state; everything that one needs is there."""
+    """What each compressor learned, as its own state; everything that one needs is there."""
     found: dict[str, CodecState] = {}
-    for spec, learnt in state["codecs"].items():
+    for spec, learned in state["codecs"].items():
         path = f"codecs[{spec!r}]"
         _compressor(spec, path)
         key = parse(spec).state_key
         codec = key.new_state()
         if codec is None or format_spec(key) != spec:
             raise _refused(path, "is of a compressor that learns nothing, or not under this name")
-        _restore(codec, learnt, path)
+        _restore(codec, learned, path)
         found[spec] = codec
     for name, (spec, _) in state["routes"].items():
         key = parse(spec).state_key

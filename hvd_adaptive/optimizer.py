@@ -1,4 +1,4 @@
-"""DistributedOptimizer: Horovod's signature and behaviour, with compressed gradients."""
+"""DistributedOptimizer: Horovod's signature and behavior, with compressed gradients."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     """Wrap a torch optimizer so that it steps with gradients reduced over all ranks.
 
     A drop-in for ``hvd.DistributedOptimizer``: same arguments, same methods. Gradients are compressed
-    as ``compression`` says, sent in buckets while the backward pass goes on, and what compression
+    as ``compression`` says, sent in buckets while the backward pass continues, and what compression
     leaves out is added to the next gradient.
 
     Args:
         optimizer: the optimizer to wrap; its parameters and state are shared, not copied.
         named_parameters: names of the parameters, usually ``model.named_parameters()``.
         compression: text such as ``"topk:density=0.01"``, or a member of :class:`Compression`.
-            Biases, norms and tensors under 1,024 elements travel dense unless an override names them.
-        backward_passes_per_step: backward passes whose gradients are added up before they travel.
+            Biases, norms and tensors under 1,024 elements are sent dense unless an override names them.
+        backward_passes_per_step: backward passes whose gradients are added up before they are sent.
         op: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (only without compression).
         gradient_predivide_factor: splits the averaging before and after the sum (``Average`` only).
         num_groups: older name of ``groups`` as a number.
-        groups: parameters whose gradients travel together: lists of tensors, or a number of groups.
+        groups: parameters whose gradients are sent together: lists of tensors, or a number of groups.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks to reduce over; other ranks step with their own gradients.
         feedback: ``"ef"``, ``"ef21"``, ``"dgc"`` or ``"none"``, with options as in ``"ef:decay=0.9"``,
@@ -91,7 +91,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             ``"kimad"``, ``"kimad+"``, ``"gravac"``, ``"accordion"``, ``"accordion+lgreco"``,
             ``"gravac+lgreco"`` or ``"cgx"``, with options as in ``"lgreco:period=200"``; None keeps the
             levels that ``compression`` and ``overrides`` name.
-        candidates: compressors whose levels a planner may choose beside those of ``compression``.
+        candidates: compressors whose levels a planner may choose besides those of ``compression``.
         dense_steps: steps at the start that send dense gradients.
         bucket_cap_mb: dense MiB at which a bucket is closed.
         telemetry: folder for TensorBoard and JSON lines, or a :class:`Telemetry`.
@@ -267,7 +267,7 @@ class _Methods:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this context ``step()`` does not synchronise, because that has been done."""
+        """Within this context ``step()`` does not synchronize, because that has been done."""
         self._should_synchronize = False
         try:
             yield
@@ -340,7 +340,7 @@ class _Methods:
         super(self.__class__, self).load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of backward passes whose gradients are added up before they travel."""
+        """Change the number of backward passes whose gradients are added up before they are sent."""
         self.backward_passes_per_step = at_least(1, "backward_passes_per_step", passes)
         self._reducer.set_passes(self.backward_passes_per_step)
 
@@ -372,15 +372,15 @@ class _Methods:
         )
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """This rank's compression state (residuals, warm starts, learnt levels).
+        """This rank's compression state (residuals, warm starts, learned levels).
 
-        Save one a rank beside the model. Loaded by the same number of ranks it continues bit for bit;
+        Save one per rank beside the model. Loaded by the same number of ranks it continues bit for bit;
         for another number see :func:`hvd_adaptive.merge_compression_states`.
         """
         return self._reducer.state_dict()
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`compression_state_dict` returned on this rank; all ranks call it.
+        """Continue from what :meth:`compression_state_dict` returned on this rank; all ranks call it.
 
         Between two steps. Where it raises, it raises on all ranks, and nothing has changed.
 

@@ -27,7 +27,7 @@
 #
 # SIGHUP (the terminal is closed), SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end all ranks at the same step, after a
 # checkpoint if train.py has a --checkpoint-dir; the exit status is then 129, 130, 143 or 75. With nohup before the
-# command, the training goes on when the terminal is closed.
+# command, the training continues when the terminal is closed.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
@@ -161,7 +161,7 @@ show_help() {
 
 # ---------------------------------------------------------------- signals
 
-# The processes of this run on this host, one a line; also those whose parents have ended.
+# The processes of this run on this host, one per line; also those whose parents have ended.
 processes() { { grep -lzsxF "$mark" /proc/[0-9]*/environ || true; } | cut -d / -f 3; }
 
 is_called() { [[ $(cat "/proc/$1/comm" 2>/dev/null) =~ ^($2) ]]; }

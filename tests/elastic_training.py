@@ -99,7 +99,7 @@ def ledger(built: dict[str, tuple[torch.nn.Module, Any]]) -> dict[str, float]:
     return off
 
 
-def learnt(optimizer: Any) -> list[float]:
+def learned(optimizer: Any) -> list[float]:
     """The tables of ALQ and the factors of PowerSGD, as numbers."""
     codecs = optimizer.compression_state_dict()["codecs"].values()
     values = [each.get("levels", each).values() for each in codecs]
@@ -154,7 +154,7 @@ def main() -> None:
     write("built", step=0)
     hvd.elastic.run(train)(state, built)
     for name, (model, optimizer) in built.items():
-        mine = flat([*model.parameters(), torch.tensor(learnt(optimizer))])
+        mine = flat([*model.parameters(), torch.tensor(learned(optimizer))])
         everyone = hvd.allgather(mine[None], name=f"end.{name}")
         plans = hvd.allgather_object(optimizer.plan.digest, name=f"plan.{name}")
         equal = bool((everyone == everyone[0]).all()) and len(set(plans)) == 1

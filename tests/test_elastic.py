@@ -1,4 +1,4 @@
-"""Ranks that join, fail and leave under a real elastic launch: training goes on, on all that are left.
+"""Ranks that join, fail and leave under a real elastic launch: training continues on all that remain.
 
 One launch lives through all of it, with several optimizers side by side (tests/elastic_training.py),
 because each start of a rank takes seconds; the tests then look at what it left behind.
@@ -225,7 +225,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     raise AssertionError
 
 
-def test_training_goes_on_to_its_end_with_equal_parameters_on_all_ranks(story: Story) -> None:
+def test_training_continues_to_its_end_with_equal_parameters_on_all_ranks(story: Story) -> None:
     assert story.code == 0, story.output
     ends = story.of("end")
     assert sorted((row["name"], row["rank"]) for row in ends) == sorted(
@@ -258,7 +258,7 @@ def test_the_mean_of_ef21_stays_that_of_the_ranks_that_there_are(story: Story) -
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_telemetry_goes_on_when_rank_0_dies(story: Story, name: str) -> None:
+def test_telemetry_continues_when_rank_0_dies(story: Story, name: str) -> None:
     folder = story.folder / name
     records = [json.loads(line) for line in (folder / "telemetry.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records if "scalars" in record]
@@ -278,7 +278,7 @@ def test_rank_0_says_once_what_has_changed(story: Story) -> None:
     lost = [line for line in said if "what those that left had not sent yet is lost" in line]
     assert all("0 left" not in line for line in lost)
     assert len(lost) == 3 * (len(EXACT) + len(("ef21", "dgc"))), lost
-    anew = [line for line in said if "the planner begins anew" in line]
+    anew = [line for line in said if "the planner starts again" in line]
     assert len(anew) == 6 * len(("accordion", "lgreco")), anew
 
 

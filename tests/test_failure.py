@@ -123,7 +123,7 @@ def environment() -> dict[str, str]:
 
 
 def failing_rank(launcher: str) -> int:
-    """The first rank watches the others; its own failure must be seen, too."""
+    """Rank 0 watches the others; its own failure must be seen, too."""
     return 0 if launcher == "mpirun" else 1
 
 

@@ -106,7 +106,7 @@ class Method:
     Args:
         options: of train.py.
         warmup: share of a training run's steps that are dense, at its start.
-        settle: steps until it goes on as it then stays; those are not counted in step times.
+        settle: steps until it continues as it then stays; those are not counted in step times.
         heavy: the models with which it sends dense gradients, so that few steps take long on a slow
             network.
         environment: of the ranks.

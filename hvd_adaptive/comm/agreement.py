@@ -50,7 +50,7 @@ class Control:
         return int(self._process_set.rank())
 
     def allgather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. ``value`` must be JSON-serialisable.
+        """The values of all ranks, in rank order. ``value`` must be JSON-serializable.
 
         Raises:
             RuntimeError: on all ranks, where one has more to tell than MPI's 32-bit counts allow it.
@@ -77,13 +77,13 @@ class Control:
         return values
 
     def decide(self, build: Callable[[], Any]) -> Any:
-        """What the first rank builds, on all ranks; ``build`` is called nowhere else.
+        """What rank 0 builds, on all ranks; ``build`` is called nowhere else.
 
         Args:
-            build: makes something JSON-serialisable.
+            build: makes something JSON-serializable.
 
         Raises:
-            RuntimeError: it failed on the first rank; on the others.
+            RuntimeError: it failed on rank 0; on the others.
         """
         error: Exception | None = None
         mine: dict[str, Any] = {}
@@ -98,12 +98,12 @@ class Control:
         if error is not None:
             raise error
         if "error" in first:
-            message = f"the first rank could not decide: {first['error']}"
+            message = f"rank 0 could not decide: {first['error']}"
             raise self._told_by(0, RuntimeError(message))
         return json.loads(first["built"])
 
     def hand_out(self, state: Any) -> Any:
-        """What the first rank passes, on all ranks: dictionaries, lists, numbers, text and tensors."""
+        """What rank 0 passes, on all ranks: dictionaries, lists, numbers, text and tensors."""
         file = io.BytesIO()
         if self.rank == 0:
             torch.save(state, file)

@@ -34,7 +34,7 @@ class Channel(ABC):
     """Every rank makes the same calls in the same order."""
 
     name: str
-    """How it travels."""
+    """How it is sent."""
 
     @abstractmethod
     def mean(self, values: Float64s) -> Pending:
@@ -50,7 +50,7 @@ class Channel(ABC):
 
     @abstractmethod
     def broadcast(self, message: str) -> str:
-        """The first rank's message, on all ranks; what the others pass is not looked at."""
+        """Rank 0's message, on all ranks; what the others pass is not looked at."""
 
 
 class MpiChannel(Channel):
@@ -76,22 +76,22 @@ class MpiChannel(Channel):
         self._sum, self._min = mpi.SUM, mpi.MIN
 
     def mean(self, values: Float64s) -> Pending:
-        """A sum that goes on while others compute."""
+        """A sum that continues while others compute."""
         pending = self._reduce(values, self._sum)
         return lambda: pending() / self._size
 
     def least(self, values: Float64s) -> Pending:
-        """A minimum that goes on while others compute."""
+        """A minimum that continues while others compute."""
         return self._reduce(values, self._min)
 
     def gather(self, values: Float64s) -> Pending:
-        """An allgather that goes on while others compute."""
+        """An allgather that continues while others compute."""
         mine = np.ascontiguousarray(values, np.float64)
         out = np.empty((self._size, len(mine)))
         return self._pending(lambda: self._comm.Iallgather(mine, out), mine, out)
 
     def broadcast(self, message: str) -> str:
-        """Blocks until the first rank has called."""
+        """Blocks until rank 0 has called."""
         data = np.frombuffer(message.encode(), np.uint8)
         length = np.array([len(data)], np.int64)
         self._calls.finish(self._calls.start(lambda: self._comm.Ibcast(length, root=0), length))

@@ -112,7 +112,7 @@ def _end_soon() -> None:
     """As a failure, also where Python is held up, or gone while MPI still waits."""
     sys.stdout.flush()
     gc.freeze()  # to look through all that lives, once more, takes seconds where cores are busy
-    # Not a thread of Python's, so it goes on while Python ends; after that the kernel's alarm is left.
+    # No thread of Python's, so it continues while Python ends; after that the kernel's alarm is left.
     faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(SECONDS_TO_END + 2)

@@ -182,7 +182,7 @@ class LocalGroup:
             if member.waits_for is not None and not member.ended
         ]
         ended = [f"rank {rank} has ended" for rank, member in enumerate(self._members) if member.ended]
-        return f"no rank can go on: {', '.join([*waiting, *ended])}"
+        return f"no rank can continue: {', '.join([*waiting, *ended])}"
 
 
 @dataclass

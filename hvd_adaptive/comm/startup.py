@@ -20,7 +20,7 @@ NICENESS = 10
 def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
     """Start Horovod as ``hvd.init()`` does, its own thread at a lower priority.
 
-    MPI waits by looking again and again. Horovod's thread, which waits for the other ranks in this way,
+    MPI waits by polling. Horovod's thread, which waits for the other ranks in this way,
     takes its share of a core from the computation wherever there is no core to spare for it: a rank a
     core, or more ranks than cores. Ranks that compute then finish later, and those that wait for them
     take time from them for longer. At a lower priority it takes what computing leaves. Where cores are

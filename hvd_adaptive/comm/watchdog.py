@@ -1,12 +1,12 @@
 """Ends all ranks when one is frozen: stopped, out of memory, or on a host that hangs.
 
 Horovod names a rank that is late (``Missing ranks``), but over MPI not one that no longer answers: its
-coordinator waits for it inside MPI, and so does everybody else, for ever. So a thread of each rank
-tells the first rank every few seconds that it lives, over TCP, and hears the same from it. Silence for
+coordinator waits for it inside MPI, and so does everybody else, forever. So a thread of each rank
+tells rank 0 every few seconds that it lives, over TCP, and hears the same from it. Silence for
 ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` ends the run; without that setting nothing is opened or started.
 A rank whose main thread is busy or waits is not silent: that one is Horovod's to name.
 
-The first rank also remembers what happened first, so that the others can say why they end.
+Rank 0 also remembers what happened first, so that the others can say why they end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hvd_adaptive.comm.agreement import Control
 
 Message: TypeAlias = dict[str, Any]
-"""JSON, one a line; an empty one is a sign of life. Nothing in it is executed."""
+"""JSON, one per line; an empty one is a sign of life. Nothing in it is executed."""
 LONGEST: Final = 4096
 """Bytes of a message; who sends more is not one of ours."""
 CONNECT_SECONDS: Final = 5.0
@@ -66,8 +66,8 @@ class Peer(NamedTuple):
 def watch(control: Control) -> None:
     """Watch these ranks from now on; all of them call it.
 
-    Once a process: of a second optimizer's ranks, none is watched anew. As with Horovod's own check of
-    stalls, the first rank's environment counts. Costs a small allgather.
+    Once per process: a second optimizer's ranks are not watched again. As with Horovod's own check of
+    stalls, rank 0's environment counts. Costs a small allgather.
 
     Elastic runs are left alone: there Horovod and its launcher replace ranks that are lost, which are
     then not the ranks that began.
@@ -135,7 +135,7 @@ _watches: list[_Watch] = []
 
 def _begin(watch: _Watch) -> None:
     _watches.append(watch)
-    # Registered after Horovod's own, and so called before: what is said at the end can still travel.
+    # Registered after Horovod's own, and so called before: what is said at the end can still be sent.
     atexit.register(watch.leave)
     os.register_at_fork(after_in_child=_forget)
     watch.start()
@@ -191,12 +191,12 @@ class _Line:
 
 
 class _Watch(threading.Thread):
-    """What the first rank's side and the others' have in common.
+    """What rank 0's side and the others' have in common.
 
     Args:
         peers: the ranks, by their position.
         seconds: of silence after which a rank counts as lost.
-        token: what proves that one is of this run; it never travels here.
+        token: what proves that one is of this run; it is never sent here.
         position: of this rank.
     """
 
@@ -301,7 +301,7 @@ class _Watch(threading.Thread):
 
 
 class Coordinator(_Watch):
-    """The first rank's: listens to all others.
+    """Rank 0's: listens to all others.
 
     Args:
         peers, seconds, token: see :class:`_Watch`.
@@ -440,7 +440,7 @@ class Coordinator(_Watch):
         return self._failed
 
     def leave(self) -> None:
-        """The thread goes on: while Horovod waits for the others, one of them may freeze."""
+        """The thread continues: while Horovod waits for the others, one of them may freeze."""
         self._happened(Event(self.peers[0].rank, "ended by itself, before the others"))
         for line in list(self._lines):
             with contextlib.suppress(OSError):  # gone; the thread will see it
@@ -458,7 +458,7 @@ class Follower(_Watch):
 
     Args:
         peers, seconds, token, position: see :class:`_Watch`.
-        places: addresses and ports where the first rank may be reached.
+        places: addresses and ports where rank 0 may be reached.
     """
 
     def __init__(
@@ -476,7 +476,7 @@ class Follower(_Watch):
 
     def loop(self) -> None:
         """Connect, tell, listen, judge."""
-        end = time.monotonic() + self.seconds  # the first rank may be held up, too
+        end = time.monotonic() + self.seconds  # rank 0 may be held up, too
         while not self._connect():
             self.ready.set()
             time.sleep(self.tick)
@@ -533,7 +533,7 @@ class Follower(_Watch):
             self._replied.set()
 
     def _connect(self) -> bool:
-        """Find the first rank at one of its addresses; the one that answered is kept."""
+        """Find rank 0 at one of its addresses; the one that answered is kept."""
         for place in self._places:
             line = self._try(place)
             if line is not None:
@@ -544,7 +544,7 @@ class Follower(_Watch):
         return False
 
     def _try(self, place: tuple[str, int]) -> _Line | None:
-        """A connection to the first rank, if it is there and proves it."""
+        """A connection to rank 0, if it is there and proves it."""
         try:
             connection = socket.create_connection(place, CONNECT_SECONDS)
         except OSError:
@@ -569,7 +569,7 @@ class Follower(_Watch):
             self._lose()
 
     def _lose(self) -> None:
-        """The first rank has ended, or something between has; the launcher will know more."""
+        """Rank 0 has ended, or something between has; the launcher will know more."""
         line, self._line = self._line, None
         if line is not None:
             line.connection.close()
@@ -577,7 +577,7 @@ class Follower(_Watch):
             self.first = Event(self.peers[0].rank, "ended without a word: it was killed, or crashed")
 
     def ask(self, question: Message) -> Event | None:
-        """The first rank's answer; what is known here if it does not answer soon."""
+        """Rank 0's answer; what is known here if it does not answer soon."""
         if self._line is not None:
             self._replied.clear()
             self._send(question)
@@ -585,7 +585,7 @@ class Follower(_Watch):
         return self.first
 
     def leave(self) -> None:
-        """Goes on to listen, as the first rank does."""
+        """Goes on to listen, as rank 0 does."""
         self._send({"left": True})
 
     def close(self) -> None:

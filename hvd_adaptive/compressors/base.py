@@ -59,7 +59,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class LayerStats:
-    """What one compression of a bucket's layers tells, one entry a layer.
+    """What one compression of a bucket's layers tells, one entry per layer.
 
     Args:
         energy: squared L2 norm of each layer before compression.
@@ -81,7 +81,7 @@ class CodecState(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; ValueError if it does not fit."""
+        """Continue from what :meth:`state_dict` returned; ValueError if it does not fit."""
 
     def check_layers(self, shapes: Mapping[str, Shape]) -> None:
         """ValueError unless what is known of single layers fits these, by name."""
@@ -117,7 +117,7 @@ class Learner(CodecState):
 
     @abstractmethod
     def adopt(self, learned: Any) -> None:
-        """Use what the first rank's :meth:`fit` returned."""
+        """Use what rank 0's :meth:`fit` returned."""
 
 
 @dataclass(frozen=True, slots=True)

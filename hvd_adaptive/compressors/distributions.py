@@ -154,7 +154,7 @@ class TabulatedDistribution(Distribution):
     Integrals over the grid are exact, so that descent on a table is as monotone as on the mixture.
     Cells grow geometrically (0.8 % of r), because r is small where the norm is that of a large block.
 
-    Cost: one evaluation of ``distribution`` at 2,049 points; afterwards a binary search a point.
+    Cost: one evaluation of ``distribution`` at 2,049 points; afterwards a binary search per point.
 
     Args:
         distribution: what to tabulate.

@@ -561,7 +561,7 @@ def _places(count: int, zero: bool) -> Float64s:
 def _spread(grid: TabulatedDistribution, count: int, zero: bool) -> Float64s:
     """Levels whose density is the cube root of r's: the optimum where levels are many.
 
-    Between levels a distance h apart the variance is h²/6 on average; minimising the integral of
+    Between levels a distance h apart the variance is h²/6 on average; minimizing the integral of
     h² dF with a given number of levels makes h the inverse cube root of the density.
     """
     share = np.append(0.0, np.cumsum(np.cbrt(grid.density) * np.diff(grid.edges)))

@@ -338,7 +338,7 @@ def max_rank(shape: Shape) -> int:
 
 
 def rank_of(shape: Shape, level: int) -> int:
-    """The rank at which a layer is sent: 0 if it travels dense."""
+    """The rank at which a layer is sent: 0 if it is sent dense."""
     rows, columns = as_matrix(shape)
     if len(shape) < 2:
         return 0

@@ -326,7 +326,7 @@ class QSGD(_Random):
     """Evenly spaced levels between the block's L2 norm and its negative, with 0.
 
     Unbiased. Variance: at most ``min(block / s^2, sqrt(block) / s) * |x|^2`` with
-    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about six copies of the tensor to
+    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about six memcpys of the tensor to
     compress, two to decode. Wire: ``bits + 32 / block`` bits per value (1.6 for 2 bits, whose three
     levels are packed five to a byte); with Huffman coding far fewer, since most codes are near 0.
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
@@ -647,7 +647,7 @@ class _Learned(_Random):
 class ALQ(_Learned):
     """Levels that are moved one by one to where the expected error is least.
 
-    Unbiased. Cost: about fourteen copies of the tensor to compress and two to decode, with Huffman
+    Unbiased. Cost: about fourteen memcpys of the tensor to compress and two to decode, with Huffman
     coding twenty and six; learning is at few steps (see
     :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire: at most
     ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 % above 0.6

@@ -2,10 +2,10 @@
 
 ::
 
-    commit ... step, step, a rank is lost | restore | Horovod begins anew | first step: all ranks meet
+    commit ... step, step, a rank is lost | restore | Horovod starts again | first step: all ranks meet
 
 A rank that joins builds its optimizer while the others train, so building one asks nothing of them. The
-ranks meet in their first step together, and again in the first step after Horovod began anew: they
+ranks meet in their first step together, and again in the first step after Horovod started again: they
 compare their options, and what all hold alike comes from rank 0, like the weights. What a rank keeps
 of its own gradients is committed and restored with the weights; of a rank that has gone it is lost.
 """
@@ -81,7 +81,7 @@ class _Member:
 
     Args:
         met: how many ranks there were at its last meeting; 0 if this is its first.
-        rounds: how often it has synchronised gradients.
+        rounds: how often it has synchronized gradients.
         moved: whether it has met nobody yet and its rank, or their number, has changed since it began.
         keeps: whether it has kept something of its gradients.
         torn: whether that is of a step that failed, and was not restored.
@@ -107,7 +107,7 @@ class _Meeting:
 
     @property
     def renews(self) -> bool:
-        """Whether a planner must begin anew: what it has measured is of other ranks."""
+        """Whether a planner must start again: what it has measured is of other ranks."""
         return self.again or any(member.moved for member in self.members)
 
     def fits(self, member: _Member) -> bool:
@@ -131,13 +131,13 @@ class _Meeting:
         parts = []
         if self.again:
             joined = len(self.members) - stayed
-            parts.append(f"ranks: {joined} joined, {left} left, {len(self.members)} go on")
+            parts.append(f"ranks: {joined} joined, {left} left, {len(self.members)} continue")
         if left and any(member.keeps for member in self.members):
             parts.append("what those that left had not sent yet is lost")
         if unfit:
             parts.append(f"{unfit} dropped what was not sent yet, because it is of other weights")
         if planner and self.renews:
-            parts.append("the planner begins anew")
+            parts.append("the planner starts again")
         return "; ".join(parts)
 
 
@@ -184,7 +184,7 @@ class ElasticReducer(Reducer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, also between Horovod's new beginning and the next step."""
         if self._met and self._ranks_changed():
-            self._plan_anew()
+            self._plan_again()
         return super().state_dict()
 
     def commit(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class ElasticReducer(Reducer):
         }
 
     def go_back(self, commit: Mapping[str, Any]) -> None:
-        """Go on from a commit; Horovod may be down, and nothing is asked of other ranks."""
+        """Continue from a commit; Horovod may be down, and nothing is asked of other ranks."""
         self.leave()
         self._feedback.replace(copied(commit["kept"]), commit["rates"])
         self.steps = commit["steps"]
@@ -206,7 +206,7 @@ class ElasticReducer(Reducer):
         self._torn = False
 
     def leave(self) -> None:
-        """Horovod has begun anew, or will: meet the ranks in the next step, which is a first one."""
+        """Horovod has started again, or will: meet the ranks in the next step, which is a first one."""
         self._abandon()
         super().reset()
         self._layout.launches.clear()
@@ -270,14 +270,14 @@ class ElasticReducer(Reducer):
             if first["config"] != _written(self._layout.config):  # set_compression() was called there
                 self._layout.config = CompressionConfig.of(**first["config"])
         if meeting.renews:
-            self._plan_anew()
+            self._plan_again()
             ranks = self._control.size
             rank, dense_traffic = hvd.rank(), 2 * (ranks - 1) / ranks
             self._exchange.meter.ranks_changed(self._exchange.rank, rank, dense_traffic)
             self._exchange.rank = self._feedback.context.rank = rank
             self._configure(ranks)
 
-    def _plan_anew(self) -> None:
+    def _plan_again(self) -> None:
         """What a planner has measured, and has under way, is of ranks that are no longer these."""
         self._layout.config = replace(self._layout.config, planned={})
         self._layout.controller = self._new_controller()

@@ -41,7 +41,7 @@ def routes_of(
         layers: all layers.
         sparse: names of those with sparse gradients, which go as Horovod sends them.
         step: counted from the end of the dense warm-up.
-        warmup: in the warm-up: all layers travel dense, with feedback where its rule says so.
+        warmup: in the warm-up: all layers are sent dense, with feedback where its rule says so.
     """
     routes = {layer.name: _route(config, layer, layer.name in sparse, step) for layer in layers}
     if warmup:
@@ -95,7 +95,7 @@ def _merge_into_feedback_buckets(layers: Sequence[Layer], routes: dict[str, Rout
     """Let layers without feedback share the buckets of layers with error feedback.
 
     What they do not send is dropped all the same; but a model of several compressors then costs one
-    allgather and one allreduce a round for each bucket. Large dense layers still travel alone.
+    allgather and one allreduce per round for each bucket. Large dense layers still are sent alone.
     """
     hosts = {
         (route.kind, route.wire_dtype): route.feedback

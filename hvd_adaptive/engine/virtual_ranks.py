@@ -143,7 +143,7 @@ class VirtualRanks:
         return self.group.run(lambda rank: self._members[rank.rank].reducer.state_dict())
 
     def load_compression_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what :meth:`compression_state_dicts` returned."""
+        """Continue from what :meth:`compression_state_dicts` returned."""
         self.group.run(lambda rank: self._members[rank.rank].reducer.load_state_dict(states[rank.rank]))
 
 

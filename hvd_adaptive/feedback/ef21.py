@@ -18,7 +18,7 @@ class EF21(Feedback):
 
     Rank m sends ``c = C(g - h)`` and adds it to its estimate ``h``; all step with the mean of the
     estimates, ``H``. Estimates start from the last gradient of the dense warm-up (from 0 without one).
-    Memory: two float32 a gradient element. For biased compressors; converges without bounded
+    Memory: two float32 per gradient element. For biased compressors; converges without bounded
     gradients. Source: Richtarik, Sokolov and Fatkhullin, "EF21" (NeurIPS 2021), algorithm 1, layer by
     layer as in Kimad (Xin et al., 2023).
     """

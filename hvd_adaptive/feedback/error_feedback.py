@@ -27,7 +27,7 @@ from hvd_adaptive.kernels.floats import CANCELLED
 class ErrorFeedback(Feedback):
     """What was left out is added to the next gradient.
 
-    Memory: one residual a gradient element, of 4 or 2 bytes. Source: Seide et al., "1-Bit Stochastic
+    Memory: one residual per gradient element, of 4 or 2 bytes. Source: Seide et al., "1-Bit Stochastic
     Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML
     2019).
 

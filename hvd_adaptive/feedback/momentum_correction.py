@@ -26,7 +26,7 @@ class MomentumCorrection(Feedback):
 
     ``u = momentum * u + g; v = v + u``; the top of ``v`` is sent; where an element was sent, ``u`` and
     ``v`` become 0. The wrapped optimizer must then have no momentum of its own. Layers that are not
-    compressed send ``u`` whole. Memory: two float32 a gradient element. Source: Lin et al., "Deep
+    compressed send ``u`` whole. Memory: two float32 per gradient element. Source: Lin et al., "Deep
     Gradient Compression" (ICLR 2018), sections 3.1 to 3.3.
 
     Args:

@@ -180,7 +180,7 @@ class HuffmanCoder:
     ) -> tuple[Tensor, dict[int, bytes]]:
         """Huffman-code the layers for which that takes fewer bytes.
 
-        Never larger than ``body``, the codebooks included. Cost: some five copies of the tensor.
+        Never larger than ``body``, the codebooks included. Cost: some five memcpys of the tensor.
         Lossless.
 
         Args:

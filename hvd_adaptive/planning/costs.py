@@ -245,7 +245,7 @@ class BandwidthMonitor:
 
     The bandwidth may change at any time: a sample's weight in it halves with every ``half_life``
     further samples, so a change is followed within two and a half half-lives. The latency hardly
-    changes: it is the median of what all pairs of neighbouring samples of different sizes say, of a
+    changes: it is the median of what all pairs of neighboring samples of different sizes say, of a
     window that is much longer. While all have one size it stays what it was, which is 0 at first.
     Neither is moved by samples that were delayed by something else: the bandwidth is a weighted median,
     refined by one weighted least squares fit around it (Tukey's biweight).
@@ -322,15 +322,15 @@ _APART = 1.25
 def robust_line(x: Float64s, y: Float64s) -> tuple[float, float]:
     """Intercept and slope of ``y``, a series in time whose slope and intercept may drift.
 
-    Weighted medians of the lines through neighbours whose ``x`` differ; the weights are inverse errors
-    where those of ``y`` are in proportion to it. Source: Theil and Sen's estimator, of neighbours.
+    Weighted medians of the lines through neighbors whose ``x`` differ; the weights are inverse errors
+    where those of ``y`` are in proportion to it. Source: Theil and Sen's estimator, of neighbors.
 
     Args:
         x: ``float64[N]``, none below 0.
         y: ``float64[N]``.
 
     Returns:
-        NaN where no neighbours differ by more than a quarter.
+        NaN where no neighbors differ by more than a quarter.
 
     Example:
         >>> x = np.array([1.0, 2.0, 4.0, 8.0])

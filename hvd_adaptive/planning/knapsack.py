@@ -62,7 +62,7 @@ class Infeasible(ValueError):  # noqa: N818 - a finding, which callers act on
 def min_cost(errors: Rows, costs: Rows, max_error: float, bins: int = 10_000) -> Int64s:
     """The cheapest choice whose total error is at most ``max_error``.
 
-    Never dearer than the best choice of one index for all layers; in practice within 0.5 % of the
+    Never costs more than the best choice of one index for all layers; in practice within 0.5 % of the
     optimum. Cost: O(bins * layers * candidates) time, O(bins * layers) memory (2 bytes each).
 
     Args:

@@ -148,7 +148,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
         values: how they are sent.
 
     Example:
-        >>> max_sparse_bytes(1_000_000, 10_000, ValueFormat.int8) * 8 / 10_000  # bits a value
+        >>> max_sparse_bytes(1_000_000, 10_000, ValueFormat.int8) * 8 / 10_000  # bits per value
         16.7032
     """
     count = min(count, numel)

@@ -62,7 +62,7 @@ set_rank_defaults() {
     fi
 }
 
-# The processes that one has started, one a line; descendants has theirs, too.
+# The processes that one has started, one per line; descendants has theirs, too.
 children() { cat "/proc/$1/task/"*/children 2>/dev/null || true; }
 
 descendants() {

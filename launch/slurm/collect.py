@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         active -= {last}
     tasks = read_sweep(folder, active)
     # Of two that end together, the one that looks later sees the other's status.
-    if last is not None and active != set() and any(_goes_on(task) for task in tasks):
+    if last is not None and active != set() and any(_continues(task) for task in tasks):
         return 0
     text = table(tasks)
     print(text)
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(task.done for task in tasks) else INCOMPLETE
 
 
-def _goes_on(task: SweepTask) -> bool:
+def _continues(task: SweepTask) -> bool:
     return task.state in ("running", "waiting", "unfinished")
 
 

@@ -11,7 +11,7 @@ program=${SLURM_JOB_NAME:-$program}
 set -E
 trap 'printf "%s: line %s of %s failed with %s\n" "$program" "$LINENO" "${BASH_SOURCE[0]}" "$?" >&2' ERR
 
-# EX_TEMPFAIL: what train.py ends with when it was stopped by USR1 and can go on later.
+# EX_TEMPFAIL: what train.py ends with when it was stopped by USR1 and can continue later.
 try_later=75
 
 # ---------------------------------------------------------------- what Slurm gave
@@ -23,7 +23,7 @@ require_batch_job() {
             "Submit it: sbatch launch/slurm/$(basename "$0"). Its manual: bash launch/slurm/$(basename "$0") --help"
 }
 
-# 2(x3),1 -> 2 2 2 1, one a line.
+# 2(x3),1 -> 2 2 2 1, one per line.
 expand_counts() {
     local part times
     for part in ${1//,/ }; do
@@ -287,7 +287,7 @@ tell_ranks() {
     done
 }
 
-# stop_ranks SIGNAL: USR1, to go on later, or HUP, where the script was started by hand in a terminal now closed.
+# stop_ranks SIGNAL: USR1, to continue later, or HUP, where the script was started by hand in a terminal now closed.
 stop_ranks() {
     interrupted=yes
     # A second one would end the ranks before they have saved.
@@ -363,10 +363,10 @@ requeue() {
     count_restarts_without_progress
     # Not by RequeueExit: a site may not have it.
     if ! scontrol requeue "$job"; then
-        (die "Slurm did not requeue job $job" "To go on by hand, submit it again with HVA_FOLDER=$folder") || true
+        (die "Slurm did not requeue job $job" "To continue by hand, submit it again with HVA_FOLDER=$folder") || true
         exit "$try_later"
     fi
-    say "--- $(date '+%F %T') requeued; it goes on from $folder/checkpoints"
+    say "--- $(date '+%F %T') requeued; it continues from $folder/checkpoints"
     requeued=yes
     exit "$try_later"
 }
@@ -397,8 +397,8 @@ start() {
     [[ -r $script ]] || die "cannot read $script" "HVA_SCRIPT names the training script; the default is launch/train.py."
     local argument
     for argument in "${@:2}"; do
-        case $argument in --checkpoint-dir* | --resume*) die "$argument is given by this script, for a job that goes on" \
-            "Leave it out. HVA_FOLDER=/path goes on with another job's folder." ;; esac
+        case $argument in --checkpoint-dir* | --resume*) die "$argument is given by this script, for a job that continues" \
+            "Leave it out. HVA_FOLDER=/path continues with another job's folder." ;; esac
     done
     load_modules
     find_rank_python

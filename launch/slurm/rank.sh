@@ -31,6 +31,6 @@ done
 
 # A rank that Slurm has ended is no cause.
 [[ -n $ended ]] || printf '%s %s\n' "$(date +%s.%N)" "$status" >"$file"
-# Stopped, to go on later: no reason to kill the other ranks, which are about to end likewise.
+# Stopped, to continue later: no reason to kill the other ranks, which are about to end likewise.
 ((status != 75)) || exit 0
 exit "$status"

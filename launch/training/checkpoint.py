@@ -188,7 +188,7 @@ class Checkpoints:
         if self.rank == 0:
             print(
                 f"the checkpoint is of {manifest['ranks']} ranks, this run has {self.ranks}: every rank"
-                " goes on with the mean of what those had not sent yet, and with other random numbers",
+                " continues with the mean of what was not sent yet, and with other random numbers",
                 flush=True,
             )
 

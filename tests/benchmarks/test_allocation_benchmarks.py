@@ -149,7 +149,7 @@ def test_zeros_of_a_gradient_cost_no_bytes_and_unequal_layers_are_worth_bits(
         allocation.table_for(allocation.rows_of(layers, "topk:density=0.1"), [grads]).sizes[index]
         for index in (0, 1)
     ]
-    assert len(sizes) == 2  # the bias travels dense
+    assert len(sizes) == 2  # the bias is sent dense
     assert sizes[0][0] == pytest.approx(sizes[1][90], rel=0.02)  # 100 % of it is 10 % of the other
     assert sizes[1][0] > 5 * sizes[0][0]
 

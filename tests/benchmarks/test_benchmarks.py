@@ -149,7 +149,7 @@ def test_no_grid_point_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     assert training.measure_all(chosen, {}, tmp_path / "training.json", 2, minutes=0) == chosen
 
 
-def test_ranks_are_started_once_for_neighbours_of_one_rate_and_environment() -> None:
+def test_ranks_are_started_once_for_neighbors_of_one_rate_and_environment() -> None:
     chosen = training.select("model=lstm,method=alone/topk/qsgd/stock-fp16-default,rate=200mbit/1gbit")
     steps = [point for point in chosen if point.kind == "steps"]
     found = [[(point.method, point.rate) for point in group] for group in training.groups(steps)]
@@ -429,7 +429,7 @@ def interrupted(name: str, *words: str, at: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
-def test_after_a_ctrl_c_overhead_keeps_what_it_has_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_after_a_ctrl_c_overhead_keeps_what_it_has_and_continues_from_there(tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"
     words = ["--only", "calls of none,few large layers", "--out", str(out)]
     status, shown = interrupted("micro.overhead", *words, at="few large layers ...")

@@ -139,7 +139,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(name: str, size: int) -> Non
         for layer, slots in state["kept"].items():
             for residual in slots.values():
                 applied[layer] += residual.double().view(SHAPES[layer]) / size
-    # sums are rounded to what travels, once a step and level of the tree, and nobody keeps that
+    # sums are rounded to what is sent, once a step and level of the tree, and nobody keeps that
     rounding = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(name, 1e-5)
     for layer in SHAPES:
         error = (applied[layer] - wanted[layer]).abs().sum()
@@ -178,7 +178,7 @@ def test_planners_switch_all_virtual_ranks_at_the_same_step(planner: str, size: 
     assert len(set(digests)) > 1
 
 
-def test_a_state_goes_on_bit_for_bit() -> None:
+def test_a_state_continues_bit_for_bit() -> None:
     model, ranks = make(4, "topk:density=0.05")
     other_model, others = make(4, "topk:density=0.05")
     for step in range(3):

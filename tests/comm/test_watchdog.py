@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 @pytest.fixture
 def first() -> Iterator[Coordinator]:
-    """The first rank's side, with two ranks that may come."""
+    """Rank 0's side, with two ranks that may come."""
     listener = socket.create_server(("127.0.0.1", 0))
     watch = Coordinator(PEERS, 600, TOKEN, listener)
     watch.tick = 0.1
@@ -132,14 +132,14 @@ def test_who_was_killed_is_remembered_and_who_left_is_not_missed(first: Coordina
     wait_until(lambda: len(first._silence) == 2)
     one.leave()
     wait_until(lambda: list(first._silence) == [2])
-    time.sleep(0.3)  # it goes on to give signs of life
+    time.sleep(0.3)  # it continues to give signs of life
     assert list(first._silence) == [2]
     two.close()
     wait_until(lambda: first.first)
     assert list(first._silence) == [2]
 
 
-def test_a_connection_that_was_lost_is_made_anew(first: Coordinator) -> None:
+def test_a_connection_that_was_lost_is_made_again(first: Coordinator) -> None:
     one = join(first, 1)
     [line] = first._lines
     line.connection.shutdown(socket.SHUT_RDWR)
@@ -170,7 +170,7 @@ def test_silence_is_lost_only_after_its_time_and_not_by_ones_own_sleep() -> None
     watch.close()
 
 
-def test_a_rank_that_cannot_reach_the_first_says_so_once_and_goes_on(
+def test_a_rank_that_cannot_reach_the_first_says_so_once_and_continues(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:

@@ -276,11 +276,11 @@ def test_options_and_levels_that_do_not_fit_are_refused(make: object, message: s
         make()  # type: ignore[operator]
 
 
-# --- learnt levels -------------------------------------------------------------------------------
+# --- learned levels -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("member", [ALQ(), AMQ(), ALQ(norm="max", coding="fixed")], ids=repr)
-def test_learnt_levels_are_learnt_from_x_plus_gradient_and_lose_less(member: Quantizer) -> None:
+def test_learned_levels_are_learned_from_x_plus_gradient_and_lose_less(member: Quantizer) -> None:
     x, grad = torch.zeros(60_000), gradient(60_000)
     state = member.new_state()
     assert isinstance(state, quantized.LearnedLevels)
@@ -355,17 +355,17 @@ def test_sizes_are_the_mean_of_what_huffman_coding_sends(member: Quantizer, tail
         assert size == pytest.approx(np.mean(seen), rel=0.02)
 
 
-def test_sizes_follow_the_levels_that_were_learnt_and_bound_what_is_not_finite() -> None:
+def test_sizes_follow_the_levels_that_were_learned_and_bound_what_is_not_finite() -> None:
     member, x = ALQ(zero="true"), gradient(70_000)
     state = member.new_state()
     rising = np.append(0.0, np.geomspace(0.3, 1, 3))
     tables = {str(bits): state.table(bits).tolist() for bits in state.all_bits}
     state.adopt(tables | {"3": rising.tolist()})
-    fresh, learnt = (member.sizes(x, [3], LayerContext(state=each))[0] for each in (None, state))
-    assert learnt == pytest.approx(
+    fresh, learned = (member.sizes(x, [3], LayerContext(state=each))[0] for each in (None, state))
+    assert learned == pytest.approx(
         member.compress_(x.clone(), 3, LayerContext(state=state)).nbytes, rel=0.02
     )
-    assert learnt < 0.95 * fresh
+    assert learned < 0.95 * fresh
     x[5] = torch.nan
     assert member.sizes(x, [3, 2]).tolist() == [member.wire_bytes(70_000, bits) for bits in (3, 2)]
 

@@ -42,14 +42,14 @@ def test_every_rank_gets_the_rows_of_all(kind: str, count: int) -> None:
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("message", ["", "a plan", "é" * 100_000])
-def test_the_first_ranks_message_reaches_all(kind: str, message: str) -> None:
+def test_rank_0s_message_reaches_all(kind: str, message: str) -> None:
     channel = make(kind)
     assert channel.broadcast(message if hvd.rank() == 0 else "not this") == message
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_reductions_go_on_while_gradients_travel(kind: str) -> None:
+def test_reductions_continue_while_gradients_travel(kind: str) -> None:
     channel = make(kind)
     for step in range(30):
         handle = hvd.allreduce_async(torch.ones(1000), op=hvd.Sum, name=f"test.gradient.{step}")

@@ -31,7 +31,7 @@ from tests.distributed.workloads import (
 
 
 class Layers(nn.Module):
-    """Parameters whose gradients a test sets as it likes; two are compressed, two travel dense."""
+    """Parameters whose gradients a test sets as it likes; two are compressed, two are sent dense."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def test_ranks_with_other_options_are_refused_when_they_meet() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", SPECS)
-def test_a_restored_commit_goes_on_as_if_nothing_had_come_after_it(name: str) -> None:
+def test_a_restored_commit_continues_as_if_nothing_had_come_after_it(name: str) -> None:
     """Residuals, velocities, estimates and warm starts are those of the weights."""
     model, optimizer = built(SPECS[name])
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
@@ -105,7 +105,7 @@ def test_a_restored_commit_goes_on_as_if_nothing_had_come_after_it(name: str) ->
 
     twin, other = built(SPECS[name])
     take_steps(twin, other, range(3))
-    # a planner begins anew
+    # a planner starts again
     if "planner" in SPECS[name]:
         hvd.elastic.TorchState(model=twin, optimizer=other).sync()
     take_steps(twin, other, range(3, 6))

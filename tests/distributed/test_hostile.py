@@ -435,7 +435,7 @@ def test_a_rank_that_joins_is_named_where_payloads_are_not_summed(name: str, at:
             plain_step(model, optimizer, at)
     hvd.join()
     hvd.broadcast_parameters(model.state_dict(), 0)
-    # whoever catches the error may go on
+    # whoever catches the error may continue
     for step in range(3):
         plain_step(model, optimizer, step)
     assert_ranks_agree(model)

@@ -301,7 +301,7 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_leaves_the_last_good_state(name: s
             torch.testing.assert_close(
                 after[layer][slot], before[layer][slot], rtol=1e-4, atol=1e-4, msg=f"{layer} {slot}"
             )
-    optimizer.zero_grad()  # the step is skipped, as a gradient scaler does; then training goes on
+    optimizer.zero_grad()  # the step is skipped, as a gradient scaler does; then training continues
     reduced = one_step(model, optimizer, gradients(4))
     assert all(bool(grad.isfinite().all()) for grad in reduced.values())
     assert_ranks_agree(model)
@@ -321,7 +321,7 @@ def test_ef21_starts_from_the_last_dense_gradient() -> None:
     for layer in ("wide", "tall", "conv"):
         torch.testing.assert_close(kept[layer]["estimate"], -gradients(1)[layer].view(-1))
         torch.testing.assert_close(kept[layer]["mean"], dense[layer].view(-1))
-    # where nothing is sent, all go on stepping with what they know
+    # where nothing is sent, all continue stepping with what they know
     known = one_step(model, optimizer, gradients(2))["wide"]
     unchanged = known == dense["wide"]
     assert 0.9 < unchanged.double().mean() < 1.0
@@ -512,14 +512,14 @@ def test_learned_levels_are_the_same_on_all_ranks_and_fit_better(name: str) -> N
     learner.load_state_dict(state)
     x = gradients(9)["wide"].view(-1)
     compressor = parse(spec)
-    learnt, initial = (
+    learned, initial = (
         compressor.errors(x, [3], LayerContext(state=each))[0] for each in (learner, None)
     )
-    assert learnt < 0.95 * initial
+    assert learned < 0.95 * initial
     table = torch.from_numpy(learner.table(3))  # type: ignore[attr-defined]
     everyone = hvd.allgather(table[None], name="table")
     assert torch.equal(everyone, everyone[:1].expand_as(everyone))
-    optimizer.param_groups[0]["lr"] = 0.1  # a fall: levels are learnt again two steps on
+    optimizer.param_groups[0]["lr"] = 0.1  # a fall: levels are learned again two steps on
     before = learner.table(3).copy()  # type: ignore[attr-defined]
     for step in range(10, 13):
         one_step(model, optimizer, {k: v.sign() * 0.1 + 0.01 * v for k, v in gradients(step).items()})
@@ -586,7 +586,7 @@ def test_more_than_mpi_can_gather_is_an_error_on_all_ranks(monkeypatch: pytest.M
         compression="threshold:threshold=0.5",
     )
     monkeypatch.setattr(wire, "MAX_GATHERED_BYTES", 2 * 5000)
-    # the first rank sends nothing, and the other all
+    # rank 0 sends nothing, and the other all
     set_gradients(model, {name: torch.full(shape, hvd.rank()) for name, shape in SHAPES.items()})
     with pytest.raises(wire.TooLargeError, match=r"rank 1 has .* at most 5000"):
         optimizer.step()

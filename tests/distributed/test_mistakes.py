@@ -23,7 +23,7 @@ def on_last_rank() -> bool:
 
 
 def still_works() -> None:
-    """After the error the ranks can go on together."""
+    """After the error the ranks can continue together."""
     model = make_model()
     optimizer = ours(sgd(model.parameters()), named_parameters=model.named_parameters())
     for step in range(2):

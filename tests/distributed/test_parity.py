@@ -42,7 +42,7 @@ from tests.distributed.workloads import (
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_equals_stock_for_every_optimizer(optimizer: str) -> None:
+def test_training_equals_stock_forevery_optimizer(optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
     assert_same(train(ours, optimizer=make), train(stock, optimizer=make))
 
@@ -60,7 +60,7 @@ def test_training_equals_stock_for_every_optimizer(optimizer: str) -> None:
     ],
     ids=str,
 )
-def test_training_equals_stock_for_every_option(options: dict[str, Any]) -> None:
+def test_training_equals_stock_forevery_option(options: dict[str, Any]) -> None:
     assert_same(train(ours, **options), train(stock, **options))
 
 
@@ -86,7 +86,7 @@ def test_the_size_of_buckets_does_not_change_the_result(cap: float) -> None:
     assert_same(train(ours, bucket_cap_mb=cap), train(stock))
 
 
-def test_a_large_layer_that_travels_alone_trains_as_stock_does() -> None:
+def test_a_large_layer_that_is_sent_alone_trains_as_stock_does() -> None:
     def large() -> nn.Module:
         return nn.Sequential(nn.Linear(40, 1100), nn.Linear(1100, 1100), nn.Linear(1100, 5))
 
@@ -501,7 +501,7 @@ def test_zero_grad_takes_torchs_argument(set_to_none: bool) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_zero_grad_between_backward_and_step_is_an_error_and_training_can_go_on() -> None:
+def test_zero_grad_between_backward_and_step_is_an_error_and_training_can_continue() -> None:
     for wrap in (ours, stock):
         model = make_model()
         optimizer = wrap(sgd(model.parameters()), named_parameters=model.named_parameters())
@@ -516,7 +516,7 @@ def test_zero_grad_between_backward_and_step_is_an_error_and_training_can_go_on(
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("before", [0, 2])
-def test_too_many_backward_passes_are_an_error_and_training_can_go_on(before: int) -> None:
+def test_too_many_backward_passes_are_an_error_and_training_can_continue(before: int) -> None:
     for wrap in (ours, stock):
         model = make_model()
         optimizer = wrap(sgd(model.parameters()), named_parameters=model.named_parameters())

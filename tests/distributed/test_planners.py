@@ -146,7 +146,7 @@ def assert_ranks_hold_the_same(model: nn.Module) -> None:
 
 
 def slow_and_without(step: int) -> dict[str, Tensor]:
-    """Zeros on the first rank, a last one that takes ten times as long, a layer without gradient."""
+    """Zeros on rank 0, a last one that takes ten times as long, a layer without gradient."""
     start = time.perf_counter()
     found = gradients(step, scale=0.0 if hvd.rank() == 0 else 1.0)
     if hvd.rank() == hvd.size() - 1:
@@ -440,7 +440,7 @@ def counting(steps: list[int]) -> Any:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_run_goes_on_with_half_as_many_ranks(name: str, monkeypatch: Any) -> None:
+def test_a_run_continues_with_half_as_many_ranks(name: str, monkeypatch: Any) -> None:
     """What a planner knows does not depend on how many ranks there were."""
     planned: list[int] = []
     monkeypatch.setattr(Planner, "plan", counting(planned))
@@ -448,7 +448,7 @@ def test_a_run_goes_on_with_half_as_many_ranks(name: str, monkeypatch: Any) -> N
     try:
         model, optimizer = make(RECIPES[name])
         run(model, optimizer, range(21))
-        # those of the first rank count where each has its own
+        # those of rank 0 count where each has its own
         before = hvd.broadcast_object(
             [(row.layer, row.compressor, row.level) for row in optimizer.plan]
         )
@@ -501,7 +501,7 @@ def test_accumulated_gradients_are_measured_as_one() -> None:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.usefixtures("punctual")
 @pytest.mark.parametrize("at", [11, 14, 20])
-def test_a_resumed_run_goes_on_accumulating(at: int) -> None:
+def test_a_resumed_run_continues_accumulating(at: int) -> None:
     recipe = "lgreco:period=8,accumulate=true"
     model, optimizer = make(recipe)
     run(model, optimizer)

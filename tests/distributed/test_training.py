@@ -101,7 +101,7 @@ def batches(x: Tensor, y: Tensor, epochs: int) -> Iterator[tuple[Tensor, Tensor]
 
 
 def accuracy(spec: str) -> float:
-    """Share of the held-out digits that are recognised after 15 epochs."""
+    """Share of the held-out digits that are recognized after 15 epochs."""
     x, y, x_held, y_held = digits()
     torch.manual_seed(5)
     net = nn.Sequential(

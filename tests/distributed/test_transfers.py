@@ -39,7 +39,7 @@ def test_the_time_for_which_ranks_wait_for_a_slow_one_is_its_computing(
         loss.backward()
         optimizer.step()
     if hvd.rank():
-        assert not observed  # the first rank plans for all
+        assert not observed  # rank 0 plans for all
         return
     warm = observed[3:]
     computing = [facts.compute_seconds for facts in warm if facts.compute_seconds is not None]

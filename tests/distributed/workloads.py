@@ -201,7 +201,7 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> N
 
 @contextmanager
 def counted(monkeypatch: Any) -> Iterator[dict[str, int]]:
-    """Counts the operations by which gradients travel."""
+    """Counts the operations by which gradients are sent."""
     counts: dict[str, int] = {}
     names = ("allreduce_async_", "allgather_async", "alltoall_async", "sparse_allreduce_async")
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Which layers travel together, and by which route."""
+"""Which layers are sent together, and by which route."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_buckets_launch_in_the_order_in_which_they_are_completed() -> None:
     assert [layer.index for layer in buckets[0].layers] == [0, 2]
 
 
-def test_a_large_dense_layer_travels_alone_so_that_it_is_not_copied() -> None:
+def test_a_large_dense_layer_is_sent_alone_so_that_it_is_not_copied() -> None:
     large = (ALONE_BYTES // 4, 1)
     layers = layers_of((10, 10), large, (10, 10))
     buckets = build_buckets(layers, routes_of(choice("none"), layers, frozenset()), 100 * MIB)
@@ -71,7 +71,7 @@ def test_groups_stay_together_whatever_their_size() -> None:
     assert [[layer.index for layer in bucket.layers] for bucket in buckets] == [[1], [2], [0, 3]]
 
 
-def test_biases_and_small_tensors_travel_dense_unless_an_override_names_them() -> None:
+def test_biases_and_small_tensors_are_sent_dense_unless_an_override_names_them() -> None:
     layers = layers_of((4096,), (31, 33), (32, 32))
     assert [choice("topk").compressor_of(layer).name for layer in layers] == ["none", "none", "topk"]
     named = choice("topk", {"layer0": "topk:density=0.5"})

@@ -1,4 +1,4 @@
-"""What feedback keeps, when buckets are built anew."""
+"""What feedback keeps, when buckets are built again."""
 
 from __future__ import annotations
 

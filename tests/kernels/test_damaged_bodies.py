@@ -135,7 +135,7 @@ def written(gaps: list[int]) -> str:
 @example([0] * 300)
 @example([1, 0, 0, 2, 0, 0, 1, 0] * 40 + [3000] * 2)
 @example([60000])
-def test_positions_travel_as_they_are_described(kernels: ModuleType, gaps: list[int]) -> None:
+def test_positions_are_sent_as_they_are_described(kernels: ModuleType, gaps: list[int]) -> None:
     indices = np.cumsum(np.array(gaps) + 1) - 1
     x = np.zeros(indices[-1] + 1, np.float32)
     x[indices] = 1

@@ -187,7 +187,7 @@ def test_no_rule_touches_a_layer_that_is_not_finite(
 
 
 @MODULES
-def test_signs_travel_with_one_mean_each(kernels: ModuleType) -> None:
+def test_signs_are_sent_with_one_mean_each(kernels: ModuleType) -> None:
     x = np.array([4.0, -1.0, 2.0, 0.5, -3.0], np.float32)
     body, rest, stats = compress(kernels, x, 4, ValueFormat.sign)
     assert decompress(kernels, body, 5).tolist() == [3, -2, 3, 0, -2]

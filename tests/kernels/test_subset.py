@@ -18,7 +18,7 @@ SUBSETS = pytest.mark.parametrize("subset", [reference_subset, cpu_subset], ids=
 
 @SUBSETS
 @pytest.mark.parametrize("numel", [0, 1, 2, 5, 4097, 131_071, 131_073, 300_007])
-def test_a_random_order_holds_every_number_once_and_begins_alike_for_every_count(
+def test_a_random_order_holds_every_number_once_and_begins_alike_forevery_count(
     subset: ModuleType, numel: int
 ) -> None:
     order = subset.first_indices(numel, numel, key=9)
@@ -36,7 +36,7 @@ def test_all_elements_are_equally_likely_to_be_drawn(numel: int, count: int) -> 
         indices = cpu_subset.first_indices(numel, count, mix(key)).numpy()
         found += np.bincount(indices * sections // numel, minlength=sections)
     shares = found / found.sum() * sections
-    # runs of neighbours are drawn together, so that they count once
+    # runs of neighbors are drawn together, so that they count once
     deviation = np.sqrt(sections * orders.run_length(numel) / (draws * count))
     assert np.abs(shares - 1).max() < 5 * deviation
 

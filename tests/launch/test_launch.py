@@ -243,7 +243,7 @@ class TestSetup:
             assert "env -u VIRTUAL_ENV" in result.stderr
             assert "launch/setup.sh --force" in result.stderr
             assert result.stdout == ""
-        # It goes on to the first thing that is missing.
+        # It continues to the first thing that is missing.
         forced = set_up_copy(repository, bare_path, "--force", VIRTUAL_ENV=str(active))
         assert "missing: mpicc" in forced.stderr
         (first / "hvd_adaptive").rmdir()
@@ -449,7 +449,7 @@ def is_horovodrun(process: int) -> bool:
 class TestClosedTerminal:
     """Of a shell in which a user trains, or of the script alone."""
 
-    def test_ends_all_ranks_after_a_checkpoint_from_which_the_run_goes_on(self, tmp_path: Path) -> None:
+    def test_ends_all_ranks_after_a_checkpoint_that_can_be_resumed(self, tmp_path: Path) -> None:
         saved = tmp_path / "checkpoints"
         command = [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)]
         with all_ended(tmp_path) as mark:

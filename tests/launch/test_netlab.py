@@ -435,7 +435,7 @@ class TestLinks:
         assert_rate(lambda: lab.rate("h2", "h3"), 20e6)
         assert_rate(lambda: lab.rate("h1", "h3"), 200e6)
 
-    def test_a_rate_can_fall_under_a_running_transfer_and_the_link_goes_on(self, lab: Lab) -> None:
+    def test_a_rate_can_fall_under_a_running_transfer_and_the_link_continues(self, lab: Lab) -> None:
         lab.start("trace", "sin2", "--low", "10mbit", "--high", "1gbit", "--period", "1")
         with lab.transfer("h1", "h2") as arrived:
             time.sleep(2.5)
@@ -772,7 +772,7 @@ def run_sh(*words: str, moment: str = "", number: int = signal.SIGTERM) -> tuple
         text=True,
     ) as job:
         assert job.stdout is not None
-        # A test must not wait for ever, and its lab goes down with the job.
+        # A test must not wait forever, and its lab goes down with the job.
         alarm = threading.Timer(150, job.terminate)
         alarm.start()
         output = []

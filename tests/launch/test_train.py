@@ -139,7 +139,7 @@ def test_a_label_above_nine_is_an_error(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- data sets
 
 
-def test_images_are_normalised_and_keep_their_labels(data_root: Path) -> None:
+def test_images_are_normalized_and_keep_their_labels(data_root: Path) -> None:
     task = data.load("fashion", data_root)
     pixels, labels = task.train[list(range(400))]
     assert (len(task.train), len(task.held_out), task.shape) == (400, 101, (1, 28, 28))
@@ -692,7 +692,7 @@ class TestTwoRanks:
         assert "Traceback" not in result.output
 
     @pytest.mark.parametrize("ranks", [1, 4])
-    def test_another_number_of_ranks_goes_on_and_says_so(
+    def test_another_number_of_ranks_continues_and_says_so(
         self, results: dict[str, Result], folder: Path, data_root: Path, ranks: int
     ) -> None:
         assert results["topk whole"].statuses == [0, 0]

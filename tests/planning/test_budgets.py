@@ -148,7 +148,7 @@ def test_what_a_byte_takes_to_be_compressed_counts_as_what_it_takes_to_travel() 
         budget.observe(
             StepMeasurements(step, compute_seconds=computing, nbytes=nbytes, transfers=moved)
         )
-    # of 0.5 s, 0.12 s are fixed; a byte takes 0.5 us to travel and 0.2 us to be compressed
+    # of 0.5 s, 0.12 s are fixed; a byte takes 0.5 us to be sent and 0.2 us to be compressed
     assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.38 / 0.7e-6, rel=1e-6)
 
 

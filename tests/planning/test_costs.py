@@ -243,7 +243,7 @@ def test_a_transfer_that_is_none_is_refused(nbytes: float, seconds: float) -> No
         BandwidthMonitor().observe(nbytes, seconds)
 
 
-def test_a_monitor_goes_on_from_its_state() -> None:
+def test_a_monitor_continues_from_its_state() -> None:
     monitor, again = BandwidthMonitor(), BandwidthMonitor()
     feed(monitor, np.random.default_rng(0), 30, 1e8, noise=0.1)
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))

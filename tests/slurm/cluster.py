@@ -140,7 +140,7 @@ class Job:
             The state, and the exit code that Slurm keeps: 128 and the number after a signal.
 
         Raises:
-            LabError: it goes on after `seconds`.
+            LabError: it continues after `seconds`.
         """
         wait_until(lambda: self.state not in ACTIVE, seconds, self.explain)
         shown = self.show()

@@ -153,7 +153,7 @@ def test_a_job_signalled_before_its_limit_ends_like_one_that_was_not(
     wait_until(lambda: not job.processes(), 20, lambda: f"left over: {job.processes()}")
 
 
-def test_a_job_whose_script_gets_sighup_saves_and_does_not_go_on_by_itself(lab: Lab) -> None:
+def test_a_job_whose_script_gets_sighup_saves_and_does_not_continue_by_itself(lab: Lab) -> None:
     job = submit(lab, *SHORT, "--steps", "200", **SLOW)
     job.wait_for(r"step \d+/200", 240)
     job.signal("HUP")
@@ -499,7 +499,7 @@ def without_progress(lab: Lab) -> Job:
     return submit(lab, "try later", HVA_SCRIPT=FAILING, HVA_MAX_RESTARTS_WITHOUT_PROGRESS="2")
 
 
-def test_a_job_that_saves_nothing_is_not_requeued_for_ever(without_progress: Job) -> None:
+def test_a_job_that_saves_nothing_is_not_requeued_forever(without_progress: Job) -> None:
     assert without_progress.wait() == ("FAILED", 1), without_progress.explain()
     assert without_progress.show()["Restarts"] == "1"
     assert "2 runs in a row have saved nothing new" in without_progress.text()

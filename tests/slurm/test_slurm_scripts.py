@@ -218,7 +218,7 @@ def test_a_folder_that_is_no_sweep_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "seen"), [(0, 0), (3, 3), (75, 0)])
-def test_a_rank_under_srun_leaves_its_status_and_is_no_failure_if_it_goes_on_later(
+def test_a_rank_under_srun_leaves_its_status_and_is_no_failure_if_it_continues_later(
     tmp_path: Path, status: int, seen: int
 ) -> None:
     shown = run(

@@ -127,7 +127,7 @@ def test_a_logdir_that_is_a_file_is_an_error_at_construction(tmp_path: Path) -> 
         Meter(file / "below")
 
 
-def test_tensorboard_that_is_not_installed_is_an_error_that_says_how_to_go_on(
+def test_tensorboard_that_is_not_installed_is_an_error_that_says_how_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
@@ -155,7 +155,7 @@ def test_importing_the_module_imports_neither_tensorboard_nor_horovod_nor_mpi() 
     assert shown.stdout.strip() == "[]"
 
 
-def test_a_sink_that_fails_is_disabled_with_one_warning_and_the_others_go_on() -> None:
+def test_a_sink_that_fails_is_disabled_with_one_warning_and_the_others_continue() -> None:
     clock, bad, good = Clock(), Recorder(), Recorder()
     meter = Meter(Telemetry(every=1), clock=clock, sinks=[bad, good])
     meter.end_step(0)
@@ -194,7 +194,7 @@ print(len(seen), meter.summary().steps, seen[0].message, flush=True)
 
 
 @pytest.mark.parametrize("kind", ["TensorBoardSink", "JsonLinesSink"])
-def test_a_disk_that_fills_up_disables_the_sink_and_training_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_full_disk_disables_the_sink_and_training_continues(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", FULL_DISK, kind, str(tmp_path)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert re.match(rf"1 94\.0 telemetry: {kind} failed .*too large.*disabled", shown), shown

@@ -135,7 +135,7 @@ def compress_(
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_`: the same bytes, at memory speed.
 
-    Releases the GIL. Cost at density 1 %: about two copies of the tensor, and for small layers some
+    Releases the GIL. Cost at density 1 %: about two memcpys of the tensor, and for small layers some
     microseconds each. Memory: 24 bytes per value sent by the largest layer (48 for RedSync), of which a
     thread keeps up to 32 MiB.
     """
