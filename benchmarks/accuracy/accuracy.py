@@ -41,13 +41,13 @@ class CompressionSetting:
 
     compression: str
     feedback: str | None = None
-    warmup_steps: int = 100
+    dense_steps: int = 100
 
 
 SETTINGS = {
-    "none": CompressionSetting("none", warmup_steps=0),
-    "fp16": CompressionSetting("fp16", warmup_steps=0),
-    "bf16": CompressionSetting("bf16", warmup_steps=0),
+    "none": CompressionSetting("none", dense_steps=0),
+    "fp16": CompressionSetting("fp16", dense_steps=0),
+    "bf16": CompressionSetting("bf16", dense_steps=0),
     "topk": CompressionSetting("topk:density=0.25"),
     "topk + ef21": CompressionSetting("topk:density=0.25", "ef21"),
     "globaltopk": CompressionSetting("globaltopk:density=0.25"),
@@ -64,7 +64,7 @@ SETTINGS = {
     "nuqsgd": CompressionSetting("nuqsgd:bits=4"),
     "natural": CompressionSetting("natural:bits=4"),
     "terngrad": CompressionSetting("terngrad"),
-    "signsgd": CompressionSetting("signsgd:block=32", "ef:decay=0.5", warmup_steps=200),
+    "signsgd": CompressionSetting("signsgd:block=32", "ef:decay=0.5", dense_steps=200),
     "onebit": CompressionSetting("onebit:block=64"),
     "alq": CompressionSetting("alq:bits=3"),
     "amq": CompressionSetting("amq:bits=3"),
@@ -96,7 +96,7 @@ def train(task: Any, setting: CompressionSetting, seed: int, epochs: float) -> d
         named_parameters=model.named_parameters(),
         compression=setting.compression,
         feedback=setting.feedback,
-        warmup_steps=setting.warmup_steps,
+        dense_steps=setting.dense_steps,
         seed=seed,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

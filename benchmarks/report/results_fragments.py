@@ -141,7 +141,7 @@ def decisions() -> str:
             f"2 to {sparse - 1}",
             "large layers, thousands of steps",
             f"`{SPECS[TOPK]}`",
-            f"{span(faster, '.1f')} x there; use `warmup_steps`, check the score",
+            f"{span(faster, '.1f')} x there; use `dense_steps`, check the score",
         ],
         [
             f"at most {slow}",

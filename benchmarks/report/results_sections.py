@@ -55,8 +55,8 @@ def accuracy() -> str:
     ]
     (run, *_) = figures["runs"].values()
     setting, seeds = run["setting"], found[0]["seeds"]
-    usual = SETTINGS["topk"].warmup_steps
-    longer = {name: row.warmup_steps for name, row in SETTINGS.items() if row.warmup_steps > usual}
+    usual = SETTINGS["topk"].dense_steps
+    longer = {name: row.dense_steps for name, row in SETTINGS.items() if row.dense_steps > usual}
     others = "".join(f" ({name}: {steps})" for name, steps in longer.items())
     compressed = [row for row in found if row["name"] != "none"]
     worst = min(compressed, key=lambda row: row["difference"])

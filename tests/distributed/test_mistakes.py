@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -423,3 +424,34 @@ def test_a_rank_that_alone_freezes_or_unfreezes_a_parameter_is_an_error_everywhe
     model(torch.ones(3, 40)).sum().backward()
     with pytest.raises(ValueError, match="trains other parameters"):
         optimizer.step()
+
+
+def caught_while_building(**options: Any) -> list[warnings.WarningMessage]:
+    model = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = ours(sgd(model.parameters()), named_parameters=model.named_parameters(), **options)
+    plain_step(model, optimizer, 0)
+    assert_ranks_agree(model)
+    return caught
+
+
+def test_rank_0_warns_where_elements_wait_from_the_first_step_on() -> None:
+    (first,) = caught_while_building(compression="topk:density=0.1") or [None]
+    if hvd.rank() == 0:
+        assert first is not None
+        assert "topk:density=0.1,values=bf16' without dense_steps" in str(first.message)
+    else:
+        assert first is None
+    for options in (
+        {"compression": "topk:density=0.1", "dense_steps": 1},
+        {"compression": "qsgd:bits=4"},
+        {"compression": "none"},
+    ):
+        assert caught_while_building(**options) == []
+
+
+def test_the_older_name_of_dense_steps_works_and_warns() -> None:
+    (caught,) = caught_while_building(compression="topk:density=0.1", warmup_steps=3)
+    assert caught.category is DeprecationWarning
+    assert "dense_steps" in str(caught.message)
