@@ -237,7 +237,7 @@ def make_batches(options: TrainingOptions, task: data.Task) -> Batches:
 
 def make_schedule(options: TrainingOptions, steps_per_epoch: int) -> Schedule:
     steps = options.steps or max(1, round(options.epochs * steps_per_epoch))
-    warmup = steps // 20 if options.lr_dense_steps is None else options.lr_dense_steps
+    warmup = steps // 20 if options.lr_warmup_steps is None else options.lr_warmup_steps
     scale = learning_rate_scale(
         options.lr_scaling, hvd.size(), options.accumulate, options.op == "average"
     )
