@@ -269,7 +269,7 @@ class AdaptationController:
         seen, choices = (own, decision.own) if decision.own else ([mean], (decision.levels,))
         levels = tuple(tuple(choice.tolist()) for choice in choices)
         measured_errors = Measurement.ERRORS in self._needs
-        return DecisionMessage(
+        message = DecisionMessage(
             levels=levels,
             changed=not self._decided or levels != self._last_decision,
             factor=decision.factor,
@@ -281,6 +281,8 @@ class AdaptationController:
             ),
             energies=tuple(tuple(each.tolist()) if measured_errors else () for _, each in seen),
         )
+        message.to_json()  # what cannot be sent must fail here, where it is reported to all ranks
+        return message
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do some work on rank 0; its failure is reported to all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ def test_a_planner_that_fails_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Planner, "plan", fail)
     message = "the planner failed on rank 0 of the process set: ZeroDivisionError: nothing to divide"
     with pytest.raises(RuntimeError, match=message):
+        drive("lgreco:period=8", 2, 10)
+
+
+def test_a_decision_that_cannot_be_sent_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Planner.plan
+
+    def plan_with_an_object(self: Planner, facts: Any) -> Any:
+        return replace(plan(self, facts), reasons=(object(),))
+
+    monkeypatch.setattr(Planner, "plan", plan_with_an_object)
+    with pytest.raises(RuntimeError, match=r"failed on rank 0 .*: TypeError: .* not JSON"):
         drive("lgreco:period=8", 2, 10)
 
 

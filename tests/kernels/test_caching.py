@@ -14,7 +14,7 @@ import pytest
 
 from hvd_adaptive import kernel_cache
 
-PACKAGE = Path(kernel_cache.__file__).parents[1]
+PACKAGE = Path(kernel_cache.__file__).parent
 PROGRAM = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
