@@ -128,7 +128,13 @@ def decisions() -> str:
     faster = [tables.ratio(points, each, TARGET_RATE, FP16, TOPK) for each in MODELS]
     ranks = ("PowerSGD rank 4, allreduce", "fp16, allreduce")
     rows = [
-        ["exposed communication is a small part of the step", "any", "any", "`none`", "nothing to gain"],
+        [
+            "exposed communication is a small part of the step",
+            "any",
+            "any",
+            "`none`",
+            "nothing to gain",
+        ],
         [
             f"at most {slow}",
             f"2 to {codes - 1}",

@@ -1,6 +1,6 @@
 """What an optimizer of an elastic run does between its ranks, as far as it needs no rank to come or go.
 
-tests/test_elastic.py has ranks that do.
+tests/failures/test_elastic.py has ranks that do.
 """
 
 from __future__ import annotations

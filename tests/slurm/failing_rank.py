@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-# How a rank fails in the middle of training, which tests/failing_rank.py knows how to do.
+# How a rank fails in the middle of training, which tests/failures/failing_rank.py knows how to do.
 IN_TRAINING = ("freeze", "stall", "leave 0", "leave 3")
 
 
@@ -45,7 +45,7 @@ def say_that_it_fails(ranks: int) -> None:
 
 def fail_in_training(how: str, folder: Path) -> None:
     # A script of the same name, which is not beside this one.
-    path = Path(__file__).resolve().parents[1] / "failing_rank.py"
+    path = Path(__file__).resolve().parents[1] / "failures" / "failing_rank.py"
     spec = importlib.util.spec_from_file_location("training", path)
     assert spec is not None
     assert spec.loader is not None

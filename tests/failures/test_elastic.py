@@ -1,6 +1,6 @@
 """Ranks that join, fail and leave under a real elastic launch: training continues on all that remain.
 
-One launch lives through all of it, with several optimizers side by side (tests/elastic_training.py),
+One launch lives through all of it, with several optimizers side by side (tests/failures/elastic_training.py),
 because each start of a rank takes seconds; the tests then look at what it left behind.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from benchmarks.harness.lab import horovodrun
-from tests.elastic_training import EXACT, OPTIONS
+from tests.failures.elastic_training import EXACT, OPTIONS
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
@@ -60,7 +60,7 @@ class Launch:
         script.chmod(0o755)
         command = [*horovodrun(len(hosts)), "--gloo", "--min-np", "1", "--max-np", "4",
                    "--network-interface", "lo", "--host-discovery-script", str(script),
-                   sys.executable, str(ROOT / "tests/elastic_training.py"), str(folder)]  # fmt: skip
+                   sys.executable, str(ROOT / "tests/failures/elastic_training.py"), str(folder)]  # fmt: skip
         environment = {
             **os.environ,
             **ENVIRONMENT,

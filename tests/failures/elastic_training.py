@@ -1,4 +1,4 @@
-"""Trains several optimizers side by side in an elastic run; tests/test_elastic.py starts it.
+"""Trains several optimizers side by side in an elastic run; tests/failures/test_elastic.py starts it.
 
 Gradients depend on the step and the rank alone, and the optimizers are plain SGD. So what error
 feedback promises can be checked to rounding: the weights, less the learning rate times the mean over

@@ -65,13 +65,13 @@ class Outcome:
 
 
 class Launch:
-    """One that was started, with ranks that fail as tests/failing_rank.py says."""
+    """One that was started, with ranks that fail as tests/failures/failing_rank.py says."""
 
     def __init__(self, launcher: str, how: str, *more: object, ranks: int = RANKS) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="hva-failure-"))
         self._ranks = ranks
         self._output = (self._folder / "output").open("w+")
-        script = str(ROOT / "tests/failing_rank.py")
+        script = str(ROOT / "tests/failures/failing_rank.py")
         arguments = [how, *(str(each) for each in more)]
         arguments.insert(2, str(self._folder))
         self._job = subprocess.Popen(
