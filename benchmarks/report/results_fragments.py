@@ -129,7 +129,7 @@ def decisions() -> str:
     ranks = ("PowerSGD rank 4, allreduce", "fp16, allreduce")
     rows = [
         [
-            "exposed communication is a small part of the step",
+            "little communication is exposed",
             "any",
             "any",
             "`none`",

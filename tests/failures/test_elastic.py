@@ -1,7 +1,7 @@
 """Ranks that join, fail and leave under a real elastic launch: training continues on all that remain.
 
-One launch lives through all of it, with several optimizers side by side (tests/failures/elastic_training.py),
-because each start of a rank takes seconds; the tests then look at what it left behind.
+One launch lives through all of it, with several optimizers side by side (elastic_training.py), because each
+start of a rank takes seconds; the tests then look at what it left behind.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ Ranks: TypeAlias = dict[int, dict[str, Any]]
 """The last line of each process that lives, by process."""
 
 
+SCRIPT = Path(__file__).with_name("elastic_training.py")
+
+
 class Launch:
     """An elastic launch whose hosts change: different names of this machine."""
 
@@ -60,7 +63,7 @@ class Launch:
         script.chmod(0o755)
         command = [*horovodrun(len(hosts)), "--gloo", "--min-np", "1", "--max-np", "4",
                    "--network-interface", "lo", "--host-discovery-script", str(script),
-                   sys.executable, str(ROOT / "tests/failures/elastic_training.py"), str(folder)]  # fmt: skip
+                   sys.executable, str(SCRIPT), str(folder)]  # fmt: skip
         environment = {
             **os.environ,
             **ENVIRONMENT,
