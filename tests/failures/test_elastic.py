@@ -1,7 +1,7 @@
 """Ranks that join, fail and leave under a real elastic launch: training continues on all that remain.
 
-One launch lives through all of it, with several optimizers side by side (elastic_training.py), because each
-start of a rank takes seconds; the tests then look at what it left behind.
+One launch lives through all of it, with several optimizers side by side (elastic_training.py), because
+each start of a rank takes seconds; the tests then look at what it left behind.
 """
 
 from __future__ import annotations
