@@ -42,7 +42,7 @@ from hvd_adaptive.adaptation.timing import (
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.comm.control_channel import Channel, Pending
-from hvd_adaptive.comm.excepthook import told_by
+from hvd_adaptive.comm.excepthook import told_by, told_here
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import (
@@ -354,9 +354,8 @@ class AdaptationController:
     def _use(self, message: Message, step: int) -> dict[str, Assignment] | None:
         if isinstance(message, FailureMessage):
             failure = RuntimeError(f"the planner failed on {_PLANNING_RANK}: {message.error}")
-            raise (
-                failure if self._first else told_by(_PLANNING_RANK, failure)
-            ) from self._worker.failure
+            marked = told_here(failure) if self._first else told_by(_PLANNING_RANK, failure)
+            raise marked from self._worker.failure
         self._last_decision = message.levels
         # a decision for other ranks, in a resumed run, has a row that all can use: the first
         mine = self._rank if len(message.levels) == self._ranks else 0

@@ -14,7 +14,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvd_adaptive.comm.excepthook import told_by
+from hvd_adaptive.comm.excepthook import told_by, told_here
 from hvd_adaptive.comm.transport import joins_named, leftovers_dropped
 from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES
 
@@ -96,7 +96,7 @@ class Control:
                 mine = {"error": f"{type(failure).__name__}: {failure}"}
         first = self.allgather(mine)[0]
         if error is not None:
-            raise error
+            raise told_here(error)
         if "error" in first:
             message = f"rank 0 could not decide: {first['error']}"
             raise self._told_by(0, RuntimeError(message))
@@ -164,7 +164,7 @@ class Control:
         """An error that others raise as well; only this rank of the process set prints it in full."""
         ranks = self._process_set.ranks
         number = rank if ranks is None else ranks[rank]
-        return error if rank == self.rank else told_by(f"rank {number}", error)
+        return told_here(error) if rank == self.rank else told_by(f"rank {number}", error)
 
 
 def _difference(rank: int, mine: dict[str, Any], other: dict[str, Any], remedy: str) -> str:

@@ -45,6 +45,19 @@ def told_by(who: str, error: ErrorT) -> ErrorT:
     return error
 
 
+def told_here(error: ErrorT) -> ErrorT:
+    """Mark an error that several ranks raise for the same reason: this one prints it in full.
+
+    Whichever of them ends first: else each could name another one that says more.
+
+    Example:
+        >>> raise told_here(ValueError("the ranks disagree"))
+        Traceback (most recent call last):
+        ValueError: the ranks disagree
+    """
+    return told_by("", error)
+
+
 def name_this_rank(rank: int) -> None:
     """Let what Python prints of an uncaught exception say which rank failed.
 
@@ -103,7 +116,7 @@ def last_words(rank: int, error: BaseException) -> tuple[str, bool]:
     event = watchdog.failed(what)
     if teller is None and event is not None and event.rank != rank:
         teller = f"rank {event.rank}"
-    if teller is not None:
+    if teller:
         return f"{this} failed as well as {teller}, which says more: {what}\n", False
     return f"{this} failed, and the others end with it: {what}\n", True
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import hvd_adaptive as hva
-from hvd_adaptive import rng, wire
+from hvd_adaptive import rng
 from hvd_adaptive.comm import agreement
 from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
 from hvd_adaptive.compressors.base import CastCompressor, LayerContext, Learner, LinearBatch
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
+from hvd_adaptive.wire import TooLargeError, frame
 from tests.distributed.workloads import (
     assert_ranks_agree,
     assert_same,
@@ -453,7 +454,7 @@ def test_a_rank_can_change_during_training_without_a_cold_start() -> None:
     optimizer.set_compression("powersgd:rank=4")
     risen = one_step(model, optimizer, mine)["wide"]
     error_of = parse("powersgd").errors
-    best = error_of(mine["wide"].view(-1), [2, 4], shape=SHAPES["wide"])
+    best = error_of(mine["wide"].view(-1), [2, 4], LayerContext(shape=SHAPES["wide"]))
     for reduced, expected in zip((warm, risen), best, strict=True):
         error = float((reduced - mine["wide"]).double().square().sum())
         assert error == pytest.approx(expected, rel=0.05)
@@ -585,10 +586,10 @@ def test_more_than_mpi_can_gather_is_an_error_on_all_ranks(monkeypatch: pytest.M
         named_parameters=model.named_parameters(),
         compression="threshold:threshold=0.5",
     )
-    monkeypatch.setattr(wire, "MAX_GATHERED_BYTES", 2 * 5000)
+    monkeypatch.setattr(frame, "MAX_GATHERED_BYTES", 2 * 5000)
     # rank 0 sends nothing, and the other all
     set_gradients(model, {name: torch.full(shape, hvd.rank()) for name, shape in SHAPES.items()})
-    with pytest.raises(wire.TooLargeError, match=r"rank 1 has .* at most 5000"):
+    with pytest.raises(TooLargeError, match=r"rank 1 has .* at most 5000"):
         optimizer.step()
     monkeypatch.setattr(agreement, "MAX_GATHERED_BYTES", 2 * 100)
     assert agreement.Control("small").allgather(hvd.rank()) == [0, 1]
