@@ -350,7 +350,7 @@ def carried_on(work: dict[str, Work], fixed: float, alpha: float) -> dict[str, A
             line = Line(fixed, alpha, byte_seconds(rate))
             rows = {
                 name: {
-                    "network ms": 1e3 * method.travel(FAR, elements, line, buckets),
+                    "network ms": 1e3 * method.network_seconds(FAR, elements, line, buckets),
                     "one core ms": 1e3 * method.busy(FAR, elements),
                 }
                 for name, method in methods(work).items()
@@ -373,7 +373,8 @@ def _crossings(
         if method.collective == "allgather" or name == DENSE
     }
     network = {
-        name: {n: known[name].travel(n, elements, line, buckets) for n in ranks} for name in everything
+        name: {n: known[name].network_seconds(n, elements, line, buckets) for n in ranks}
+        for name in everything
     }
     return {
         name: {

@@ -194,7 +194,7 @@ class ScaledMethod:
                 each = 2 * work.encode + (group + ranks // group) * work.decode
         return each * elements
 
-    def travel(self, ranks: int, elements: float, line: Line, buckets: int) -> float:
+    def network_seconds(self, ranks: int, elements: float, line: Line, buckets: int) -> float:
         """Seconds on the network in a step: every bucket is a collective of its own."""
         messages = rounds(self.collective, ranks)
         latency = buckets * self.operations * (line.fixed + messages * line.alpha)
@@ -202,7 +202,7 @@ class ScaledMethod:
 
     def step(self, ranks: int, elements: float, line: Line, buckets: int) -> float:
         """Both, one after the other."""
-        return self.busy(ranks, elements) + self.travel(ranks, elements, line, buckets)
+        return self.busy(ranks, elements) + self.network_seconds(ranks, elements, line, buckets)
 
 
 def crossing(slow: Mapping[int, float], fast: Mapping[int, float]) -> int | None:

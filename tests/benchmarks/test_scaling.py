@@ -120,7 +120,7 @@ def test_what_wins_most_often_is_to_be_built_next() -> None:
 def test_every_bucket_costs_its_own_messages() -> None:
     line = model.Line(1e-3, 1e-5, 0.0)
     powersgd = model.ScaledMethod(model.Work(0.1, 0.0, 0.0), "allreduce", operations=2)
-    assert powersgd.travel(8, 1e6, line, buckets=3) == pytest.approx(3 * 2 * (1e-3 + 14e-5))
+    assert powersgd.network_seconds(8, 1e6, line, buckets=3) == pytest.approx(3 * 2 * (1e-3 + 14e-5))
 
 
 def measured(line: object, machine: float) -> dict[str, object]:

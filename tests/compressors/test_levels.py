@@ -401,7 +401,7 @@ KINDS = [("alq", "cd", True), ("alq", "gd", True), ("alq", "cd", False), ("amq",
 def test_tables_rise_to_one_before_and_after_learning(
     kind: str, method: str, zero: bool, start: str
 ) -> None:
-    learned, learnt, _ = taught(kind=kind, method=method, zero=zero, start=start)
+    learned, fitted, _ = taught(kind=kind, method=method, zero=zero, start=start)
     has_zero = kind == "alq" and zero
     for _ in range(2):
         for bits in range(2 if has_zero else 1, 9):
@@ -411,8 +411,8 @@ def test_tables_rise_to_one_before_and_after_learning(
             assert (np.diff(table) > 0).all()
             assert table[-1] == 1.0
             assert table[0] == 0.0 if has_zero else table[0] >= 2.0**-126
-        learned.adopt(json.loads(json.dumps(learnt)))
-    assert learned.table(4).tolist() == learnt["4"]
+        learned.adopt(json.loads(json.dumps(fitted)))
+    assert learned.table(4).tolist() == fitted["4"]
 
 
 def test_levels_start_as_those_of_qsgd_and_nuqsgd() -> None:
@@ -427,20 +427,20 @@ def test_levels_start_as_those_of_qsgd_and_nuqsgd() -> None:
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds, norm=st.sampled_from(["l2", "max"]))
 def test_learnt_levels_are_below_qsgd_nuqsgd_and_amq(seed: int, norm: str) -> None:
-    _, learnt, grid = taught(seed, norm=norm)
+    _, fitted, grid = taught(seed, norm=norm)
     _, multiplied, _ = taught(seed, norm=norm, kind="amq")
     _, free, _ = taught(seed, norm=norm, zero=False)
     for bits in range(2, 9):
         fixed = LearnedLevels("alq", 512, "max", start="uniform")
         uniform, exponential = fixed.table(bits), LearnedLevels("alq", 512, "max").table(bits)
-        learnt_psi = psi(learnt[str(bits)], grid)
+        fitted_psi = psi(fitted[str(bits)], grid)
         for other in (uniform, exponential):
-            assert learnt_psi <= psi(other, grid) * (1 + 1e-6)
+            assert fitted_psi <= psi(other, grid) * (1 + 1e-6)
         # A table with zero has one code fewer: from 4 bits on that is outweighed.
         if bits >= 4:
-            assert learnt_psi <= psi(multiplied[str(bits)], grid) * (1 + 1e-6)
+            assert fitted_psi <= psi(multiplied[str(bits)], grid) * (1 + 1e-6)
         # both are minima of their own sweeps: hardly apart where levels are many
-        best_other = min(learnt_psi, psi(multiplied[str(bits)], grid))
+        best_other = min(fitted_psi, psi(multiplied[str(bits)], grid))
         assert psi(free[str(bits)], grid) <= best_other * 1.005
 
 
@@ -457,8 +457,8 @@ def test_free_levels_are_below_all_others_on_any_mixture(seed: int) -> None:
 
 def test_what_is_learnt_is_the_variance_of_other_data_of_the_kind() -> None:
     """The model's promise holds on a gradient that it has not seen."""
-    _, learnt, grid = taught(1)
-    levels = np.array(learnt["3"])
+    _, fitted, grid = taught(1)
+    levels = np.array(fitted["3"])
     total = promised = 0.0
     for block in gradient(2).double().abs().split(512):
         r = (block / block.max()).numpy()
@@ -493,9 +493,9 @@ def test_statistics_are_few_and_forgotten() -> None:
 
 
 def test_without_statistics_the_tables_stay() -> None:
-    learned, learnt, _ = taught()
-    learned.adopt(learnt)
-    assert learned.fit([[], []]) == learnt
+    learned, fitted, _ = taught()
+    learned.adopt(fitted)
+    assert learned.fit([[], []]) == fitted
     learned.observe(torch.zeros(1000), np.array([0, 1000]))
     assert learned.statistics() == []
 
@@ -527,8 +527,8 @@ def test_learning_is_quick() -> None:
 
 
 def test_a_state_goes_round_exactly() -> None:
-    learned, learnt, _ = taught()
-    learned.adopt(learnt)
+    learned, fitted, _ = taught()
+    learned.adopt(fitted)
     other = LearnedLevels("alq", 512, "max")
     other.load_state_dict(learned.state_dict())
     for bits in other.all_bits:
@@ -546,12 +546,12 @@ def test_a_state_goes_round_exactly() -> None:
     ],
 )
 def test_a_foreign_state_is_refused(change: dict[str, Any], wrong: str) -> None:
-    learned, learnt, _ = taught()
+    learned, fitted, _ = taught()
     before = learned.table(3)
     with pytest.raises(ValueError, match=wrong):
         learned.load_state_dict(learned.state_dict() | change)
     with pytest.raises(ValueError, match="rise from 0"):
-        learned.adopt(learnt | {"3": [0.0, 0.6, 0.5, 1.0]})
+        learned.adopt(fitted | {"3": [0.0, 0.6, 0.5, 1.0]})
     assert learned.table(3) is before
 
 

@@ -281,8 +281,8 @@ def test_rank_0_says_once_what_has_changed(story: Story) -> None:
     lost = [line for line in said if "what those that left had not sent yet is lost" in line]
     assert all("0 left" not in line for line in lost)
     assert len(lost) == 3 * (len(EXACT) + len(("ef21", "dgc"))), lost
-    anew = [line for line in said if "the planner starts again" in line]
-    assert len(anew) == 6 * len(("accordion", "lgreco")), anew
+    restarted = [line for line in said if "the planner starts again" in line]
+    assert len(restarted) == 6 * len(("accordion", "lgreco")), restarted
 
 
 def test_a_rank_that_leaves_ends_alone_and_no_process_is_left(story: Story) -> None:

@@ -113,7 +113,7 @@ def test_values_that_no_encoder_sends_are_damage(kernels: ModuleType, how: Value
 
 
 def written(gaps: list[int]) -> str:
-    """A block of gaps as wire.py describes it, bit by bit."""
+    """A block of gaps as wire/sparse.py describes it, bit by bit."""
     mean, logs = sum(gaps) // len(gaps), sum((gap + 1).bit_length() - 1 for gap in gaps)
     middle, texts = max(1, mean.bit_length() - 1), []
     for r in (middle - 1, middle, middle + 1):

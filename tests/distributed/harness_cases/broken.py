@@ -1,4 +1,4 @@
-"""A file that rank 1 cannot import, for tests/test_harness.py."""
+"""A file that rank 1 cannot import, for tests/harness/test_harness.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test that exists on rank 0 only, for tests/test_harness.py."""
+"""A test that exists on rank 0 only, for tests/harness/test_harness.py."""
 
 from __future__ import annotations
 

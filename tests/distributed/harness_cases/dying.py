@@ -1,4 +1,4 @@
-"""A rank that dies in a test, for tests/test_harness.py."""
+"""A rank that dies in a test, for tests/harness/test_harness.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test that hangs between two that pass, for tests/test_harness.py."""
+"""A test that hangs between two that pass, for tests/harness/test_harness.py."""
 
 from __future__ import annotations
 

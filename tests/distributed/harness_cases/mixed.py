@@ -1,4 +1,4 @@
-"""Passing, skipped and failing tests, for tests/test_harness.py. Not collected by itself."""
+"""Passing, skipped and failing tests, for tests/harness/test_harness.py. Not collected by itself."""
 
 from __future__ import annotations
 
