@@ -458,10 +458,10 @@ def test_a_run_continues_with_half_as_many_ranks(name: str, monkeypatch: Any) ->
         half_model.load_state_dict(model.state_dict())
         half.load_compression_state_dict(merged)
         digests = run(half_model, half, range(21, 22))
-        # no plan is due at once: the one that was in force still is
-        assert [
-            (row.layer, row.compressor, row.level) for row in half.plan
-        ] == before or "exact" in name
+        # no plan is due at once: the one that was in force still is, unless another was under way
+        under_way = merged["controller"]["trigger"] is not None
+        now = [(row.layer, row.compressor, row.level) for row in half.plan]
+        assert now == before or under_way or "exact" in name
         digests += run(half_model, half, range(22, 45))
         everyone = hvd.allgather_object((digests, weights(half_model)))
         other = everyone[hvd.rank() ^ 1]

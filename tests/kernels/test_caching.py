@@ -130,7 +130,8 @@ def varint_size(package: Path) -> tuple[int, int]:
     said = subprocess.run(
         [sys.executable, "-c", program],
         cwd=package.parent,
-        env=os.environ | {"PYTHONPATH": str(package.parent)},
+        # Python's own cache would be taken in, too, by a file of the same size and age
+        env=os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"},
         check=True,
         capture_output=True,
         text=True,
