@@ -18,6 +18,8 @@ SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme for scheme in (AllReduce(), CastTwoShot(), AllGather(), SparseAllGather())
 }
 
+_BY_KIND = {scheme.carries: scheme for scheme in SCHEMES.values()}
+
 __all__ = ["SCHEMES", "Scheme", "planned_link_bytes", "scheme_for"]
 
 
@@ -28,7 +30,7 @@ def scheme_for(kind: PayloadKind) -> Scheme:
         >>> scheme_for(PayloadKind.ENCODED).name
         'allgather'
     """
-    return next(scheme for scheme in SCHEMES.values() if scheme.carries is kind)
+    return _BY_KIND[kind]
 
 
 def planned_link_bytes(payload: float, kind: PayloadKind, ranks: int) -> float:

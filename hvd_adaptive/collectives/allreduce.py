@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps
-from hvd_adaptive.collectives.summed import reduce_summable
+from hvd_adaptive.collectives.summed import reduce_summable, sends_plain_casts
 from hvd_adaptive.comm.request import Request, operation_bytes
-from hvd_adaptive.compressors.base import CastCompressor
 from hvd_adaptive.layers import PayloadKind
 
 
@@ -43,6 +42,5 @@ def _allreduce(flat: Tensor, io: BucketIO) -> Generator[Request, Tensor, Tensor]
 
 def _is_own_buffer(bucket: Bucket, grads: list[Tensor], io: BucketIO) -> bool:
     """Whether the one gradient of the bucket is summed where it is, without a copy."""
-    casts = all(isinstance(segment.compressor, CastCompressor) for segment in bucket.segments)
-    plain = casts and not io.feedback.slots and len(grads) == 1
+    plain = len(grads) == 1 and sends_plain_casts(bucket, io)
     return plain and grads[0].dtype == bucket.dtype and grads[0].is_contiguous()

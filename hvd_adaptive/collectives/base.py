@@ -65,6 +65,7 @@ class BucketIO:
         ranks: number of ranks.
         rank: of this process.
         scale: factor of a sum over the ranks: ``1 / ranks`` for an average, 1 for a sum.
+        share: what each rank must send so that the reduction gives a tensor.
         seed: of random rounding and selection, the same on all ranks.
         observe_energy: called once by schemes that encode.
     """
@@ -76,6 +77,7 @@ class BucketIO:
     ranks: int
     rank: int
     scale: float
+    share: Callable[[Tensor], Tensor]
     seed: int
     observe_energy: EnergyObserver
 
@@ -83,10 +85,6 @@ class BucketIO:
         """Keys of the random numbers of one segment's layers in this step."""
         layers = [layer.index for layer in bucket.layers[segment.start : segment.stop]]
         return rng.layer_keys(self.seed, rank, self.step, layers)
-
-    def share(self, reduced: Tensor) -> Tensor:
-        """What each rank must send so that the reduction over all of them gives ``reduced``."""
-        return reduced / (self.ranks * self.scale)
 
 
 class Scheme(ABC):

@@ -34,8 +34,7 @@ Reduction: TypeAlias = Callable[[Tensor, BucketIO], Generator[Request, Tensor, T
 
 def reduce_summable(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction: Reduction) -> Steps:
     """Reduce a bucket of summable payloads: casts in one copy, other compressors in their rounds."""
-    casts = all(isinstance(segment.compressor, CastCompressor) for segment in bucket.segments)
-    if not casts or io.feedback.slots:
+    if not sends_plain_casts(bucket, io):
         yield from _run_rounds(bucket, grads, io, reduction)
         return
     # an overflow becomes Inf, as with Horovod: nobody would keep what saturation cuts off
@@ -43,6 +42,13 @@ def reduce_summable(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction
     reduced = yield from reduction(io.buffers.flat, io)
     torch._foreach_copy_(
         grads, [saturated(*pair) for pair in zip(shaped(reduced, bucket), grads, strict=True)]
+    )
+
+
+def sends_plain_casts(bucket: Bucket, io: BucketIO) -> bool:
+    """Whether the payload is the gradients themselves, cast, and nothing is kept of them."""
+    return not io.feedback.slots and all(
+        isinstance(segment.compressor, CastCompressor) for segment in bucket.segments
     )
 
 

@@ -101,6 +101,10 @@ class Transport:
         """What a sum that is made here, not by an allreduce, is multiplied with."""
         return 1.0 / self.size if self.averages else 1.0
 
+    def share(self, reduced: Tensor) -> Tensor:
+        """What each rank must send so that the reduction over all of them gives ``reduced``."""
+        return reduced / (self.size * self.scale)
+
     def submit(self, request: Request, name: str, step: int) -> Handle:
         """Start a collective.
 

@@ -107,6 +107,7 @@ class Exchange:
             self.transport.size,
             self.rank,
             self.transport.scale,
+            self.transport.share,
             self.seed,
             observe_energy,
         )
@@ -152,10 +153,6 @@ class Exchange:
         """A tensor reduced over the ranks as gradients are; waits for it."""
         request = Request("allreduce", tensor.clone())
         return self.transport.wait(self.transport.submit(request, f"{self.prefix}.reduce", self.step))
-
-    def share(self, reduced: Tensor) -> Tensor:
-        """What each rank must send so that the reduction over all of them gives ``reduced``."""
-        return reduced / (self.transport.size * self.transport.scale)
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
         launched = perf_counter()  # before: it may go ahead at once

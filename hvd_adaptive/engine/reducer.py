@@ -304,7 +304,7 @@ class Reducer:
         """Some rank trains other parameters than before: agree, and reduce those that are new."""
         before = set(self._layout.order)
         self._agree()
-        self._gradients.take_back_frozen(self._feedback.kept(), self._exchange.share)
+        self._gradients.take_back_frozen(self._feedback.kept(), self._exchange.transport.share)
         new = [name for name in self._layout.order if name not in before]
         if new:
             self._layout.build(new)

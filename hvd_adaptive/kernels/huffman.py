@@ -178,20 +178,7 @@ class HuffmanCoder:
     def encode(
         self, body: Tensor, numels: npt.NDArray[np.int64], rule: QuantizationRule, tables: Tables
     ) -> tuple[Tensor, dict[int, bytes]]:
-        """Huffman-code the layers for which that takes fewer bytes.
-
-        Never larger than ``body``, the codebooks included. Cost: some five memcpys of the tensor.
-        Lossless.
-
-        Args:
-            body: uint8, 1-D, on the CPU: quantized layers, without their reserve.
-            numels: ``int64[L]``.
-            rule: of that call.
-            tables: of that call.
-
-        Returns:
-            The layers, and for each number of bits that was coded its Huffman code as it is sent.
-        """
+        """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.encode`."""
         packed = PackedLayers.of(body.numpy(), numels, rule, tables)
         codes: dict[int, Code] = {}
         streams: dict[int, int] = {}  # bytes of each layer's stream
@@ -221,19 +208,7 @@ class HuffmanCoder:
         tables: Tables,
         codes: Mapping[int, Code],
     ) -> Tensor:
-        """Undo :meth:`encode`: every layer's codes packed.
-
-        Args:
-            body: uint8, 1-D, contiguous, on the CPU.
-            start: byte of it at which the layers begin.
-            numels: elements of each layer.
-            rule: that of compression.
-            tables: levels for all numbers of bits that a layer may have.
-            codes: the Huffman codes, by bits.
-
-        Raises:
-            WireError: a layer is cut short, has no code, or its stream is damaged.
-        """
+        """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.decode`."""
         data = body.numpy()
         readers = {bits: self._tools.reader(code, data) for bits, code in codes.items()}
         parts, position = [], start
@@ -260,19 +235,7 @@ class HuffmanCoder:
     def read_codebooks(
         self, data: npt.NDArray[np.uint8], rule: QuantizationRule
     ) -> tuple[Tables, dict[int, Code], int]:
-        """The codebooks at the front of a body.
-
-        Args:
-            data: the body.
-            rule: that of compression.
-
-        Returns:
-            The levels, those of ``rule`` or in the body; the Huffman codes, by bits; and the byte
-            at which the layers begin.
-
-        Raises:
-            WireError: the codebooks are damaged, or of another rule.
-        """
+        """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.read_codebooks`."""
         found: dict[int, Float32s] = {}
         codes: dict[int, Code] = {}
         position, last = 1, 0
@@ -301,15 +264,7 @@ class HuffmanCoder:
         return Tables(found) if rule.carried else rule.tables, codes, position
 
     def expected_bytes(self, counts: npt.NDArray[np.float64], numel: int) -> int:
-        """Bytes of a layer's stream and its code, where each code occurs ``counts`` times on average.
-
-        Codes are taken to be independent, which is an upper bound. A stream then takes their entropy
-        and what a code that is made for counts, which are drawn here, is off it. A standard deviation
-        of what the draws of rounding may add is on top. Cost: that of making a code.
-
-        Args:
-            counts: ``float64[alphabet]``, not negative; they sum to ``numel``.
-            numel: elements of the layer, at least 1.
+        """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.expected_bytes`.
 
         Example:
             >>> from hvd_adaptive.kernels import for_device
