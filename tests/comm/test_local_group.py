@@ -18,6 +18,7 @@ from hvd_adaptive.comm.local_group import (  # noqa: E402
     recursive_doubling,
 )
 from hvd_adaptive.comm.transport import Request  # noqa: E402
+from hvd_adaptive.commands.precompile import precompile  # noqa: E402
 from hvd_adaptive.compressors import REGISTRY, parse  # noqa: E402
 
 SIZES = (1, 2, 3, 4, 7, 16, 64)
@@ -165,6 +166,13 @@ def test_a_layer_that_is_not_finite_on_one_rank_changes_nothing_that_is_kept(
             torch.testing.assert_close(new["kept"]["wide"][slot], kept, rtol=0.01, atol=tolerance)
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """A planner whose kernels must be compiled first is late, and then delays its switch."""
+    precompile()
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("size", [2, 7])
 @pytest.mark.parametrize("planner", ["lgreco:period=6", "cgx:period=6", "accordion:period=6"])
 def test_planners_switch_all_virtual_ranks_at_the_same_step(planner: str, size: int) -> None:
