@@ -122,22 +122,24 @@ def _compare(times: dict[str, list[float]]) -> dict[str, Any]:
 # --- cost a layer and a bucket, without a network -----------------------------------------------------
 
 
-class LoneTransport:
+class LoneTransport(Transport):
     """Answers at once what a process set of one rank would: what remains is our own cost."""
 
     size = 1
-    scale = 1.0
 
-    def submit(self, request: Any, name: str, step: int) -> Any:
+    def __init__(self) -> None:
+        super().__init__(hvd.Average, hvd.global_process_set)
+
+    def submit(self, request: Request, name: str, step: int) -> Tensor:
         """The handle is the tensor."""
         del name, step
         return request.tensor
 
-    def wait(self, handle: Any) -> Any:
+    def wait(self, handle: Tensor) -> Tensor:
         """A sum over one rank is its summand."""
         return handle
 
-    def traffic(self, request: Any, received: int) -> int:
+    def traffic(self, request: Request, received: int) -> int:
         """Nothing is sent."""
         del request, received
         return 0
@@ -182,7 +184,7 @@ def _overhead(compression: str, layers: int, buckets: int, repeats: int) -> list
     params = [nn.Parameter(torch.zeros(32, 32)) for _ in range(layers)]
     cap = layers * params[0].nbytes / buckets
     meter = Meter()
-    exchange = Exchange(LoneTransport(), meter, "overhead")  # type: ignore[arg-type]
+    exchange = Exchange(LoneTransport(), meter, "overhead")
     reducer = Reducer(
         [(f"{index}", p) for index, p in enumerate(params)],
         CompressionConfig.of(compression, None, None),
