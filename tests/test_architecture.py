@@ -198,6 +198,15 @@ def test_a_room_imports_without_horovod_and_mpi(room: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_package_imports_without_numba() -> None:
+    """Which takes longer than all of the package: kernels load it where they are first used."""
+    program = f"import sys\nsys.modules['numba'] = None\nimport {PACKAGE}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_planning_imports_without_torch() -> None:
     program = (
         "import sys\n"

@@ -21,20 +21,20 @@ Source: Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo" (2023), section 4,
 reading is Kimad+ of "Kimad: Adaptive Gradient Compression with Bandwidth Awareness", section 3.2.
 """
 
-# mypy: disable-error-code="untyped-decorator"
-
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_adaptive.arrays import Float64s, Int64s
-from hvd_adaptive.kernel_cache import jit
 
 __all__ = ["Infeasible", "Rows", "equal_slopes", "min_cost", "min_error", "total"]
 
@@ -42,7 +42,12 @@ Rows: TypeAlias = Sequence[npt.ArrayLike] | npt.NDArray[Any]
 """One row of numbers a layer: rows may have different lengths."""
 
 _MOST_CANDIDATES = 2**16
-_kernel: Any = jit(nogil=True)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The inner loops, loaded when they are first needed."""
+    return importlib.import_module("hvd_adaptive.planning.knapsack_kernels")
 
 
 class Infeasible(ValueError):  # noqa: N818 - a finding, which callers act on
@@ -342,7 +347,7 @@ def _price(problem: _Problem) -> float:
 
 def _steps(problem: _Problem) -> tuple[Int64s, Float64s, Float64s]:
     """All steps along the hulls, steepest first: where each ends, what it adds, and its slope."""
-    corners = np.flatnonzero(_hull(problem.weights, problem.values, problem.starts))
+    corners = np.flatnonzero(_kernels().hull(problem.weights, problem.values, problem.starts))
     owners = np.searchsorted(problem.starts, corners, "right") - 1
     within = np.flatnonzero(owners[1:] == owners[:-1])
     heavier = np.diff(problem.weights[corners])[within]
@@ -350,28 +355,6 @@ def _steps(problem: _Problem) -> tuple[Int64s, Float64s, Float64s]:
         slopes = np.diff(problem.values[corners])[within] / heavier
     order = np.argsort(slopes, kind="stable")
     return corners[within + 1][order], heavier[order], slopes[order]
-
-
-@_kernel
-def _hull(weights: Float64s, values: Float64s, starts: Int64s) -> npt.NDArray[np.bool_]:
-    """Which points of each front are corners of its lower convex hull."""
-    kept = np.zeros(len(weights), np.bool_)
-    stack = np.empty(len(weights), np.int64)
-    for layer in range(len(starts) - 1):
-        size = 0
-        for point in range(starts[layer], starts[layer + 1]):
-            while size > 1:
-                a, b = stack[size - 2], stack[size - 1]
-                before = (values[b] - values[a]) / (weights[b] - weights[a])
-                after = (values[point] - values[b]) / (weights[point] - weights[b])
-                if after > before:
-                    break
-                size -= 1
-            stack[size] = point
-            size += 1
-        for i in range(size):
-            kept[stack[i]] = True
-    return kept
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -403,44 +386,12 @@ class _Table:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             steps = np.where(above > 0, np.ceil(above / reach * bins), 0.0)
         steps = np.minimum(steps, most + 1).astype(np.int64)
-        found, picks = _fill(steps, prices, starts, most)
+        found, picks = _kernels().fill(steps, prices, starts, most)
         return cls(steps, found, picks, starts)
 
     def choice(self, bins: int) -> Int64s:
         """The choice behind ``least[bins]``."""
-        return np.asarray(_walk(self.steps, self.picks, self.starts, bins))
-
-
-@_kernel
-def _fill(
-    steps: Int64s, prices: Float64s, starts: Int64s, most: int
-) -> tuple[Float64s, npt.NDArray[np.uint16]]:
-    layers = len(starts) - 1
-    picks = np.zeros((layers, most + 1), np.uint16)
-    before, after = np.zeros(most + 1), np.empty(most + 1)
-    pick = np.empty(most + 1, np.int64)  # as wide as prices, so that the inner loop is vectorised
-    for layer in range(layers):
-        after[:] = np.inf
-        pick[:] = 0
-        for candidate in range(starts[layer], starts[layer + 1]):
-            step, price, number = steps[candidate], prices[candidate], candidate - starts[layer]
-            for b in range(max(0, most + 1 - step)):
-                cheaper = before[b] + price < after[b + step]
-                after[b + step] = before[b] + price if cheaper else after[b + step]
-                pick[b + step] = number if cheaper else pick[b + step]
-        picks[layer] = pick
-        before, after = after, before
-    return before, picks
-
-
-@_kernel
-def _walk(steps: Int64s, picks: npt.NDArray[np.uint16], starts: Int64s, bins: int) -> Int64s:
-    layers = len(starts) - 1
-    choice = np.empty(layers, np.int64)
-    for layer in range(layers - 1, -1, -1):
-        choice[layer] = starts[layer] + np.int64(picks[layer, bins])
-        bins -= steps[choice[layer]]
-    return choice
+        return np.asarray(_kernels().walk(self.steps, self.picks, self.starts, bins))
 
 
 def _cheapest_within(problem: _Problem, best: Int64s) -> Int64s:
@@ -474,70 +425,9 @@ def _improve(problem: _Problem, choice: Int64s) -> Int64s:
     """Make the move that saves most value, of one layer or of two, until none does."""
     while True:
         slack = problem.bound - total(problem.weights[choice])
-        moved = _best_move(
+        moved = _kernels().best_move(
             problem.weights, problem.values, problem.starts, choice, slack - 1e-13 * problem.bound
         )
         if not problem.fits(moved) or problem.better(choice, moved) is choice:
             return choice
         choice = moved
-
-
-@_kernel
-def _best_move(
-    weights: Float64s, values: Float64s, starts: Int64s, choice: Int64s, slack: float
-) -> Int64s:
-    """The choice after the move that saves most value.
-
-    A layer that moves to less value gains weight. If that is more than the slack, another layer must
-    give some back: among those that give enough, the one whose value rises least.
-    """
-    layers = len(starts) - 1
-    room = 0
-    for layer in range(layers):
-        room += choice[layer] - starts[layer]
-    place, owner = np.empty(room, np.int64), np.empty(room, np.int64)
-    given = np.empty(room)
-    n = 0
-    for layer in range(layers):
-        for j in range(starts[layer], choice[layer]):
-            place[n], owner[n], given[n] = j, layer, weights[choice[layer]] - weights[j]
-            n += 1
-    order = np.argsort(-given)
-    sorted_given = -given[order]
-    # for every prefix of that order: the cheapest move, and the cheapest of another layer
-    first, second = np.full(room, -1, np.int64), np.full(room, -1, np.int64)
-    rise = np.empty(room)
-    for k in range(room):
-        m = order[k]
-        rise[m] = values[place[m]] - values[choice[owner[m]]]
-        one, two = (first[k - 1], second[k - 1]) if k else (-1, -1)
-        if one < 0 or rise[m] < rise[one]:
-            if one >= 0 and owner[one] != owner[m]:
-                two = one
-            one = m
-        elif owner[m] != owner[one] and (two < 0 or rise[m] < rise[two]):
-            two = m
-        first[k], second[k] = one, two
-
-    best, mover, target, giver = 0.0, -1, -1, -1
-    for layer in range(layers):
-        for j in range(choice[layer] + 1, starts[layer + 1]):
-            saved = values[choice[layer]] - values[j]
-            need = weights[j] - weights[choice[layer]] - slack
-            partner = -1
-            if need > 0:
-                k = np.searchsorted(sorted_given, -need, side="right") - 1
-                if k < 0:
-                    break  # later ones weigh more
-                partner = first[k] if first[k] < 0 or owner[first[k]] != layer else second[k]
-                if partner < 0:
-                    continue
-                saved -= rise[partner]
-            if saved > best:
-                best, mover, target, giver = saved, layer, j, partner
-    moved = choice.copy()
-    if mover >= 0:
-        moved[mover] = target
-        if giver >= 0:
-            moved[owner[giver]] = place[giver]
-    return moved
