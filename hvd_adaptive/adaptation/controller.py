@@ -124,7 +124,7 @@ class AdaptationController:
 
     def attach(
         self,
-        layers: Sequence[tuple[Layer, Compressor]],
+        layers: Sequence[tuple[Layer, Compressor, str]],
         buckets: Mapping[str, int],
         other_bytes: float,
         dense_only: bool,
@@ -132,14 +132,14 @@ class AdaptationController:
         """Plan for these layers.
 
         Args:
-            layers: with their own compressors.
+            layers: with their own compressors, and the scheme of what is encoded.
             buckets: their buckets' indices.
             other_bytes: that the layers which nobody plans for put on this rank's link in a step.
             dense_only: in the warm-up.
         """
         self._buckets, self._other_bytes = dict(buckets), other_bytes
         self.idle = dense_only
-        if [(row.layer, row.own) for row in self._sampler.rows.values()] == list(layers):
+        if [(row.layer, row.own, row.scheme) for row in self._sampler.rows.values()] == list(layers):
             return
         if self._averages is not None:
             self._averages()

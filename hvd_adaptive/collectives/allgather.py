@@ -18,6 +18,7 @@ from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.wire import frame as wire
 
 
+@dataclass(frozen=True)
 class AllGather(Scheme):
     """One allgather of frames, one frame for each bucket and rank.
 

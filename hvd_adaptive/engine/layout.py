@@ -133,7 +133,8 @@ class Layout:
         buckets = build_buckets(layers, routes, self._options.bucket_cap_bytes, groups)
         check_gathered(buckets, self._control.size)
         self.launches.set(buckets)
-        self._exchange.attach(buckets, self._feedback.attach(buckets))
+        states = self._feedback.attach(buckets)
+        self._exchange.attach(buckets, states, self.controller.per_rank_levels)
         self._exchange.meter.scalar("memory/feedback_bytes", self._feedback.nbytes, rounds)
         if self.controller.plans:
             self._attach_controller(buckets, routes, step < 0)
@@ -152,7 +153,7 @@ class Layout:
     ) -> None:
         """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
         layers = [
-            (layer, own)
+            (layer, own, self.config.scheme_of(layer))
             for layer in self._hooks.layers()
             if layer.name not in self.sparse
             and not isinstance(own := self.config.compressor_of(layer), CastCompressor)
@@ -160,7 +161,7 @@ class Layout:
         ]
         places = {layer.name: bucket.index for bucket in buckets for layer in bucket.layers}
         mine = [row for row in layers if row[0].name in places]
-        planned = {layer.name for layer, _ in mine}
+        planned = {layer.name for layer, *_ in mine}
         others = [
             layer
             for bucket in buckets
@@ -169,8 +170,7 @@ class Layout:
         ]
         rows = make_plan(others, routes, version=0, step=0)
         bytes_of_others = sum(
-            planned_link_bytes(row.wire_bytes, routes[row.layer].kind, self._control.size)
-            for row in rows
+            planned_link_bytes(row.wire_bytes, row.scheme, self._control.size) for row in rows
         )
         self.controller.attach(mine, places, bytes_of_others, idle)
 
