@@ -139,7 +139,10 @@ class AdaptationController:
         """
         self._buckets, self._other_bytes = dict(buckets), other_bytes
         self.idle = dense_only
-        if [(row.layer, row.own, row.scheme) for row in self._sampler.rows.values()] == list(layers):
+        known = self._sampler.rows.values()
+        if [(row.layer, row.own) for row in known] == [(layer, own) for layer, own, _ in layers]:
+            for row, (_, _, scheme) in zip(known, layers, strict=True):
+                row.use_scheme(scheme, self._ranks)
             return
         if self._averages is not None:
             self._averages()

@@ -75,6 +75,14 @@ class LayerSamples:
         sums = np.zeros(len(candidates) + 1 + len(varying))
         return cls(layer, own, scheme, candidates, default, sizes, dense, varying, sums)
 
+    def use_scheme(self, scheme: str, ranks: int) -> None:
+        """Count with another scheme of what is encoded from now on."""
+        if scheme != self.scheme:
+            self.scheme = scheme
+            self.link_bytes = np.array(
+                [row.link_bytes(self.layer, ranks, scheme) for row in self.candidates]
+            )
+
     def sample(
         self, grad: Tensor, x: Tensor, energy: float, states: Mapping[Compressor, CodecState]
     ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from hvd_adaptive import specs
 from hvd_adaptive.collectives.allgather import AllGather
 from hvd_adaptive.collectives.allreduce import AllReduce
-from hvd_adaptive.collectives.base import Scheme
+from hvd_adaptive.collectives.base import EncodedScheme, Scheme
 from hvd_adaptive.collectives.cast_two_shot import CastTwoShot
 from hvd_adaptive.collectives.sparse import SparseAllGather
 from hvd_adaptive.collectives.two_shot import TwoShot
@@ -21,7 +21,19 @@ SCHEMES: Mapping[str, type[Scheme]] = {
     scheme.name: scheme for scheme in (AllReduce, CastTwoShot, AllGather, TwoShot, SparseAllGather)
 }
 
-__all__ = ["SCHEMES", "Scheme", "check_scheme", "planned_link_bytes", "scheme_for", "scheme_named"]
+AUTO = "auto"
+"""In the place of a scheme of encoded payloads: the fastest one, as far as can be foreseen."""
+
+__all__ = [
+    "AUTO",
+    "SCHEMES",
+    "Scheme",
+    "check_scheme",
+    "encoded_schemes",
+    "planned_link_bytes",
+    "scheme_for",
+    "scheme_named",
+]
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,8 +66,14 @@ def scheme_for(kind: PayloadKind, encoded: str = AllGather.name) -> str:
     return next(name for name, scheme in SCHEMES.items() if scheme.carries is kind)
 
 
+def encoded_schemes() -> dict[str, EncodedScheme]:
+    """The schemes of encoded payloads, by name, with their options at their defaults."""
+    made = {name: scheme_named(name) for name in SCHEMES}
+    return {name: scheme for name, scheme in made.items() if isinstance(scheme, EncodedScheme)}
+
+
 def check_scheme(text: str) -> str:
-    """``text``, if it names a scheme that carries encoded payloads.
+    """``text``, if it is "auto" or names a scheme that carries encoded payloads.
 
     Raises:
         ValueError: it names none, or one for other payloads.
@@ -64,11 +82,15 @@ def check_scheme(text: str) -> str:
         >>> check_scheme("allreduce")
         Traceback (most recent call last):
         ...
-        ValueError: scheme 'allreduce' carries no encoded payloads: use one of allgather, two_shot
+        ValueError: scheme 'allreduce' carries no encoded payloads: use one of auto, allgather, two_shot
     """
+    if text == AUTO:
+        return text
     if scheme_named(text).carries is not PayloadKind.ENCODED:
         able = [name for name, each in SCHEMES.items() if each.carries is PayloadKind.ENCODED]
-        raise ValueError(f"scheme {text!r} carries no encoded payloads: use one of {', '.join(able)}")
+        raise ValueError(
+            f"scheme {text!r} carries no encoded payloads: use one of {', '.join([AUTO, *able])}"
+        )
     return text
 
 

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
+from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Shards, cut, expected_bytes
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.feedback import FeedbackState, split
@@ -137,6 +139,22 @@ class Scheme(ABC):
     @abstractmethod
     def link_bytes(self, payload: float, ranks: int) -> float:
         """Bytes on one rank's link in one direction, where each rank has ``payload`` bytes."""
+
+
+class EncodedScheme(Scheme):
+    """A scheme of payloads that must be decoded to be added: there are several to choose from."""
+
+    carries = PayloadKind.ENCODED
+
+    @abstractmethod
+    def seconds(self, work: Workload, ranks: int, link: LinkCosts) -> float:
+        """What reducing a bucket takes after its first compression, as far as schemes differ.
+
+        Args:
+            work: the bucket.
+            ranks: how many there are.
+            link: of the network between them.
+        """
 
 
 def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
-from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Part, Shards
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
 from hvd_adaptive.kernels.floats import CANCELLED
-from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import frame as wire
 
@@ -26,7 +27,7 @@ Marks = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class TwoShot(Scheme):
+class TwoShot(EncodedScheme):
     """Reduce-scatter and allgather of compressed payloads, with a residual at either end.
 
     A bucket's elements are shared out among the ranks (:mod:`~hvd_adaptive.collectives.shards`). Each
@@ -51,7 +52,6 @@ class TwoShot(Scheme):
     level: float = 0.0
 
     name = "two_shot"
-    carries = PayloadKind.ENCODED
     recompresses = True
 
     def __post_init__(self) -> None:
@@ -85,6 +85,15 @@ class TwoShot(Scheme):
                 work[position].fill_(math.nan)
         io.feedback.finish(bucket, work, finite.tolist())
         hand_over(bucket, work, grads, io)
+
+    def seconds(self, work: Workload, ranks: int, link: LinkCosts) -> float:
+        """Two operations; a shard is added and compressed again, and all sums are written."""
+        half = self.link_bytes(work.nbytes, ranks) / 2
+        network = (
+            link.alltoall + link.alltoall_byte * half + link.allgather + link.allgather_byte * half
+        )
+        owner = work.sums(ranks, 1 / ranks) + work.codec.compress * work.numel / ranks
+        return network + owner + work.sums(1)
 
     def link_bytes(self, payload: float, ranks: int) -> float:
         """An alltoall and an allgather of shards, both of one payload."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.transport import Transport
 
@@ -242,6 +243,11 @@ class LocalTransport(Transport):
     def rank(self) -> int:
         """Of these ranks."""
         return self._rank.rank
+
+    def link_costs(self, prefix: str) -> LinkCosts:
+        """Those of a usual network: memory is none."""
+        del prefix
+        return LinkCosts.of_gigabit()
 
     def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
         """Start a collective."""

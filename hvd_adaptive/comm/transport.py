@@ -13,6 +13,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
+from hvd_adaptive.comm.link_costs import LinkCosts, measure_link
 from hvd_adaptive.comm.request import Request, nbytes_of, operation_bytes
 
 Handle: TypeAlias = int | Callable[[], Tensor]
@@ -153,6 +154,10 @@ class Transport:
         with joins_named():
             result: Tensor = handle() if callable(handle) else hvd.synchronize(handle)
         return result
+
+    def link_costs(self, prefix: str) -> LinkCosts:
+        """What operations among these ranks cost, as they are now; all ranks call it."""
+        return measure_link(self, prefix)
 
     def traffic(self, request: Request, received: int) -> int:
         """Bytes that this rank puts on its link for an operation, in one direction.

@@ -160,11 +160,22 @@ def make_plan(
     step: int,
     expected: Mapping[str, Expected] | None = None,
     per_rank_levels: bool = False,
+    reasons: tuple[str, ...] = (),
 ) -> Plan:
-    """The routes as a plan; ``expected`` is what a planner foresees of some layers, by name."""
+    """The routes as a plan.
+
+    Args:
+        layers: of the plan.
+        routes: of the layers, by name.
+        version: of the plan.
+        step: at which it takes effect.
+        expected: what a planner foresees of some layers, by name.
+        per_rank_levels: whether other ranks have other levels.
+        reasons: why schemes were chosen.
+    """
     foreseen = expected or {}
     rows = (_row(layer, routes[layer.name], foreseen.get(layer.name)) for layer in layers)
-    return Plan(tuple(rows), version, step, per_rank_levels)
+    return Plan(tuple(rows), version, step, per_rank_levels, reasons)
 
 
 def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:

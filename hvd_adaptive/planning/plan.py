@@ -56,12 +56,14 @@ class Plan:
         version: counts the plans of a run.
         step: the step at which it takes effect.
         per_rank_levels: whether the levels and bytes are of this rank only; other ranks have others.
+        reasons: why schemes were chosen: what was foreseen of each bucket, a line each.
     """
 
     layers: tuple[LayerPlan, ...]
     version: int = 0
     step: int = 0
     per_rank_levels: bool = False
+    reasons: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -111,7 +113,12 @@ class Plan:
             }
             for row in self.layers
         ]
-        return {"version": self.version, "digest": self.digest, "layers": layers}
+        return {
+            "version": self.version,
+            "digest": self.digest,
+            "layers": layers,
+            "reasons": list(self.reasons),
+        }
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -143,13 +150,14 @@ class Plan:
         total = _share(self.wire_bytes, self.dense_bytes)
         rows.append(("total", "", "", "", "", f"{self.wire_bytes:,}", total, "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
+        lines = [
             "  ".join(
                 cell.ljust(width) if column < 4 else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, *self.reasons])
 
 
 def _share(part: int, whole: int) -> str:
