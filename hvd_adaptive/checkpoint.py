@@ -12,6 +12,7 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
                         whatever the rule: it is sent with the next gradient
 ``owned``               of some layers, pieces of what the rank owns of sums that were compressed
                         again: where each begins, and 1-D float32; in the units of a sum over the ranks
+``shards``      shared  how buckets are shared out among the owners of their sums, by their first layer
 ``rates``               of some layers, the learning rate with which the residual was kept
 ``last_rates``          the learning rates of the last step
 ``learn_next``  shared  whether compressors that learn do so in the next step
@@ -111,7 +112,7 @@ def shared(state: Mapping[str, Any]) -> dict[str, str]:
         assigned = {name: compressor for name, (compressor, _) in assigned.items()}
         items.remove("levels")
     found = {key: state[key] for key in ("format", "rounds", "order", "routes", "learn_next")}
-    found |= {"planned": assigned, "codecs": state["codecs"]}
+    found |= {"planned": assigned, "codecs": state["codecs"], "shards": state["shards"]}
     found |= {f"controller['{key}']": controller[key] for key in items if key in controller}
     return {key: _brief(value) for key, value in found.items()}
 
@@ -171,7 +172,7 @@ def merge_compression_states(states: Sequence[Mapping[str, Any]]) -> dict[str, A
         name: {slot: _mean(states, name, slot) for slot in slots}
         for name, slots in states[0]["kept"].items()
     }
-    return {**states[0], "kept": kept, "owned": {}}
+    return {**states[0], "kept": kept, "owned": {}, "shards": {}}
 
 
 def _with_owned(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -387,6 +388,9 @@ _STATE = _record(
     order=_unique_names,
     routes=_by_name(_row(_compressor, _rule)),
     kept=_by_name(_by_name(_values([torch.float32, torch.bfloat16]))),
+    shards=_by_name(
+        _record(bounds=_list_of(_count), loads=_list_of(_count), steps=_count, window=_count)
+    ),
     owned=_by_name(_list_of(_row(_count, _values([torch.float32])))),
     rates=_by_name(_above_0),
     last_rates=_list_of(_number),
@@ -435,6 +439,16 @@ def _check_routes(state: Mapping[str, Any]) -> None:
             if slot not in _SLOTS:
                 known = ", ".join(sorted(_SLOTS))
                 raise _refused(f"kept[{name!r}]", f"has the slot {slot!r}: there are {known}")
+    for name, found in state["shards"].items():
+        bounds = found["bounds"]
+        if (
+            sorted(bounds) != list(bounds)
+            or len(bounds) != len(found["loads"]) + 1
+            or not found["window"]
+        ):
+            raise _refused(
+                f"shards[{name!r}]", f"has the bounds {_shown(bounds)}, which share nothing out"
+            )
     for name, pieces in state["owned"].items():
         ends = [start + piece.numel() for start, piece in pieces]
         slots = kept.get(name, {})

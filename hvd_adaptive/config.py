@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
+
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.collectives import check_scheme
+from hvd_adaptive.collectives import AUTO, check_scheme, scheme_named
 from hvd_adaptive.compressors import (
     REGISTRY,
     CastCompressor,
@@ -17,7 +19,7 @@ from hvd_adaptive.compressors import (
     format_spec,
     parse,
 )
-from hvd_adaptive.compressors.base import Level
+from hvd_adaptive.compressors.base import GatheredCompressor, Level
 from hvd_adaptive.feedback import Feedback, format_rule
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Recipe
@@ -102,6 +104,7 @@ class CompressionConfig:
             parse(compression), rows, feedback_rules.parse(feedback), schemes=tuple(schemes.items())
         )
         choice._check_feedback()
+        choice._check_levels_of_sums()
         return choice
 
     @property
@@ -160,6 +163,18 @@ class CompressionConfig:
                     f"but {compressor.name!r} does not send single elements: use one of "
                     f"{', '.join(able)}, or feedback='ef'"
                 )
+
+    def _check_levels_of_sums(self) -> None:
+        """ValueError if a scheme compresses sums at a level that a compressor does not have."""
+        for _, text in self.schemes:
+            level = getattr(scheme_named(text), "level", 0.0) if text != AUTO else 0.0
+            for compressor in self.compressors if level else ():
+                if not isinstance(compressor, GatheredCompressor):
+                    continue
+                try:
+                    compressor.compress_(torch.zeros(8), level)
+                except ValueError as error:
+                    raise ValueError(f"scheme {text!r}: {error}") from None
 
 
 def parse_as(argument: str, spec: Spec) -> Compressor:

@@ -346,6 +346,24 @@ class Lab:
         command = [*NETLAB, "--name", self.name, "mpirun", *TRAIN, "--threads", "1", *arguments]
         return self._keep(Job([command], {**THREADS, **environment}, seconds))
 
+    def module(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] = RING,
+        seconds: float = 300.0,
+    ) -> Job:
+        """Starts a module of this package, one rank on each host; it takes ``--result FILE``.
+
+        Args:
+            name: such as ``workers.schemes_rank``.
+            arguments: of the module.
+            environment: in addition to one thread per rank.
+            seconds: after which the job counts as hung.
+        """
+        command = [*NETLAB, "--name", self.name, "mpirun", *module(name), *arguments]
+        return self._keep(Job([command], {**THREADS, **environment}, seconds))
+
     def train(
         self,
         arguments: Sequence[str],

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from torch import Tensor
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.collectives.costs import Workload
-from hvd_adaptive.collectives.shards import Shards, cut, expected_bytes
+from hvd_adaptive.collectives.shards import Balance, Shards, cut, expected_bytes
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.compressors.base import CodecState, Compressor
@@ -50,14 +50,34 @@ class Buffers:
         self.offsets: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
         self.dense_bytes = bucket.dense_bytes
         self._shards: Shards | None = None
+        self._balance = Balance([])
 
     def shards(self, ranks: int) -> Shards:
         """How the bucket is shared out among so many owners."""
-        if self._shards is None or len(self._shards.parts) != ranks:
+        if self._shards is None or len(self._shards.bounds) != ranks + 1:
             even = [1.0] * len(self._bucket.layers)  # what ranks know alike, whatever their levels
             weights = even if self._per_rank_levels else expected_bytes(self._bucket)
             self._shards = cut(self._bucket, weights, ranks)
+            self._balance = Balance([0] * ranks)
         return self._shards
+
+    def note_loads(self, received: Sequence[int]) -> None:
+        """Count the bytes that each owner has received; shards may be others in the next step."""
+        assert self._shards is not None
+        self._shards = self._balance.note(self._shards, received)
+
+    def shards_dict(self) -> dict[str, Any] | None:
+        """How the bucket is shared out, and why, for :meth:`load_shards`; None if it is not."""
+        if self._shards is None:
+            return None
+        return {"bounds": list(self._shards.bounds), **asdict(self._balance)}
+
+    def load_shards(self, found: Mapping[str, Any]) -> None:
+        """Share the bucket out as :meth:`shards_dict` says, if that is of this bucket."""
+        bounds = tuple(found["bounds"])
+        if bounds[0] == 0 and bounds[-1] == self._bucket.numel:
+            self._shards = Shards(self._bucket, bounds)
+            self._balance = Balance(list(found["loads"]), found["steps"], found["window"])
 
     @functools.cached_property
     def flat(self) -> Tensor:

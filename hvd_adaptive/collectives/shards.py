@@ -139,12 +139,71 @@ def cut(bucket: Bucket, weights: npt.ArrayLike, ranks: int) -> Shards:
         (0, 4096, 5632, 6656, 8192)
     """
     sizes = np.array([layer.numel for layer in bucket.layers], np.int64)
+    loads = np.cumsum([0.0, *(sizes * np.maximum(np.asarray(weights, np.float64), 1e-9))])
+    return _cut_at_equal_loads(bucket, np.cumsum([0, *sizes]), loads, ranks)
+
+
+def _cut_at_equal_loads(bucket: Bucket, places: Int64s, loads: Float64s, ranks: int) -> Shards:
+    """Cut where equal shares of what is loaded up to some places end, at whole grains of a layer."""
+    sizes = np.array([layer.numel for layer in bucket.layers], np.int64)
     offsets = np.cumsum([0, *sizes])
-    loads: Float64s = np.cumsum([0.0, *(sizes * np.maximum(np.asarray(weights, np.float64), 1e-9))])
-    targets = loads[-1] * np.arange(1, ranks) / ranks
-    places = np.interp(targets, loads, offsets)
-    layers = np.clip(np.searchsorted(offsets, places, "right") - 1, 0, max(0, len(sizes) - 1))
+    wanted = np.interp(loads[-1] * np.arange(1, ranks) / ranks, loads, places)
+    layers = np.clip(np.searchsorted(offsets, wanted, "right") - 1, 0, max(0, len(sizes) - 1))
     starts, ends = offsets[layers], offsets[layers + 1] if len(sizes) else offsets[layers]
-    snapped = np.minimum(starts + GRAIN * np.rint((places - starts) / GRAIN).astype(np.int64), ends)
+    snapped = np.minimum(starts + GRAIN * np.rint((wanted - starts) / GRAIN).astype(np.int64), ends)
     bounds = np.maximum.accumulate(np.concatenate([[0], snapped, [offsets[-1]]]))
     return Shards(bucket, tuple(int(bound) for bound in bounds))
+
+
+FIRST_WINDOW, LAST_WINDOW = 2, 64
+"""Steps after which shards are looked at again: twice as many each time that they stay."""
+UNEVEN = 1.15
+"""Largest load of a shard, in means, at which shards stay as they are."""
+
+
+@dataclass
+class Balance:
+    """What the owners of a bucket's shards have received lately; the same on all ranks.
+
+    Selection sends most from where gradients are large, which may be a small part of a layer: shards of
+    equal size then are not of equal work.
+
+    Args:
+        loads: bytes that each owner has received since shards were looked at.
+        steps: how many steps these are.
+        window: after how many of them shards are looked at again.
+    """
+
+    loads: list[int]
+    steps: int = 0
+    window: int = FIRST_WINDOW
+
+    def note(self, shards: Shards, received: Sequence[int]) -> Shards:
+        """Count one step; the shards to use from the next one on.
+
+        Example:
+            >>> from hvd_adaptive.layers import Layer, PayloadKind
+            >>> import torch
+            >>> layers, cpu = (Layer(0, "a", (8192,)),), torch.device("cpu")
+            >>> bucket = Bucket(
+            ...     0, PayloadKind.ENCODED, layers, (), torch.float32, cpu, "ef", "two_shot"
+            ... )
+            >>> shards, balance = cut(bucket, [1.0], 2), Balance([0, 0])
+            >>> for _ in range(2):
+            ...     shards = balance.note(shards, [300, 100])
+            >>> shards.bounds
+            (0, 2560, 8192)
+        """
+        self.loads = [load + more for load, more in zip(self.loads, received, strict=True)]
+        self.steps += 1
+        if self.steps < self.window:
+            return shards
+        loads, self.loads = self.loads, [0] * len(received)
+        self.steps = 0
+        if max(loads) * len(loads) > UNEVEN * sum(loads):
+            places, upto = np.array(shards.bounds), np.cumsum([0.0, *loads])
+            moved = _cut_at_equal_loads(shards.bucket, places, upto, len(loads))
+            if moved.bounds != shards.bounds:
+                return moved
+        self.window = min(LAST_WINDOW, 2 * self.window)
+        return shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerB
 from hvd_adaptive.kernels.floats import CANCELLED
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import frame as wire
+
+_LOAD = struct.Struct("<I")
+"""Bytes that the owner of a shard has received, beside its codes: all ranks then cut alike."""
 
 Marks = npt.NDArray[np.bool_]
 
@@ -76,7 +80,9 @@ class TwoShot(EncodedScheme):
         gathered = yield Request("allgather", answer)
         bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), io.ranks)
         local = [each.clone() for each in work] if nonfinite else work
-        finite = ~_decode(bodies, shards, work, io)
+        codes, loads = _split(bodies, shards)
+        finite = ~_decode(codes, shards, work, io)
+        io.buffers.note_loads(loads)
         if not finite.all():
             owned.restore(finite)
         _clear_sent(bucket, sent, shards, finite, io)
@@ -173,7 +179,9 @@ class _Owned:
         for part in self._parts:
             self._compress(part)
         marked = nonfinite or any(marks.any() for marks in self._marks)
-        return torch.cat(_frame_of(self._bodies, bucket, ranks, marked))
+        load = torch.frombuffer(bytearray(_LOAD.pack(received.numel())), dtype=torch.uint8)
+        parts = [*self._bodies, load.to(bucket.device)]
+        return torch.cat(_frame_of(parts, bucket, ranks, marked))
 
     def _sum(self, frames: Sequence[Tensor]) -> None:
         codes = [wire.split_parts(frame, len(self._parts)) for frame in frames]
@@ -226,13 +234,26 @@ def _keys(bucket: Bucket, part: Part, io: BucketIO) -> npt.NDArray[np.uint64]:
     return np.array([rng.mix(key ^ start) for key, start in pieces], np.uint64)
 
 
-def _decode(bodies: Sequence[Tensor], shards: Shards, work: Sequence[Tensor], io: BucketIO) -> Marks:
+def _split(bodies: Sequence[Tensor], shards: Shards) -> tuple[list[list[Tensor]], list[int]]:
+    """What the owners sent: codes by shard and part, and how many bytes each has received."""
+    codes, loads = [], []
+    for body, parts in zip(bodies, shards.parts, strict=True):
+        *own, load = wire.split_parts(body, len(parts) + 1)
+        if load.numel() != _LOAD.size:
+            raise WireError(f"damaged frame: an owner's load has {load.numel()} bytes")
+        codes.append(own)
+        loads.append(_LOAD.unpack(bytes(load.tolist()))[0])
+    return codes, loads
+
+
+def _decode(
+    codes: Sequence[Sequence[Tensor]], shards: Shards, work: Sequence[Tensor], io: BucketIO
+) -> Marks:
     """Write all owners' sums where the gradients are; returns the layers with a mark."""
     flats = [each.view(-1) for each in work]
     marks = np.zeros(len(work), np.bool_)
-    for body, parts in zip(bodies, shards.parts, strict=True):
-        codes = wire.split_parts(body, len(parts))
-        for part, code in zip(parts, codes, strict=True):
+    for own, parts in zip(codes, shards.parts, strict=True):
+        for part, code in zip(parts, own, strict=True):
             views = part.views(flats, shards.offsets)
             found = _gathered(part.segment).decompress_layers_sum_([code], views, io.scale)
             marks[np.array(part.layers)[found]] = True

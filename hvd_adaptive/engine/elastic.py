@@ -192,6 +192,7 @@ class ElasticReducer(Reducer):
         return {
             "kept": self._feedback.state_dict(),
             "owned": self._feedback.owned(),
+            "shards": self._layout.shards_dict(),
             "rates": dict(self._feedback.context.rates),
             "steps": self.steps,
             "progress": progress_of(self._codecs, self._progress),
@@ -201,6 +202,7 @@ class ElasticReducer(Reducer):
         """Continue from a commit; Horovod may be down, and nothing is asked of other ranks."""
         self.leave()
         self._feedback.replace(copied(commit["kept"]), commit["rates"], commit["owned"])
+        self._layout.load_shards(commit["shards"])
         self.steps = commit["steps"]
         self._codecs.by_key.clear()
         restore_progress(commit["progress"], self._codecs, self._progress)

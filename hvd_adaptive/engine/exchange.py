@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -61,6 +62,8 @@ class Exchange:
         self._inflight: deque[_InFlight] = deque()
         self._feedback: Mapping[int, FeedbackState] = {}
         self._buffers: dict[int, Buffers] = {}
+        self._loaded_shards: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
 
     def attach(
         self,
@@ -79,7 +82,21 @@ class Exchange:
             raise RuntimeError("buckets cannot be changed while their collectives are under way")
         self._feedback = feedback
         self._buffers = {bucket.index: Buffers(bucket, per_rank_levels) for bucket in buckets}
+        self._names = {bucket.index: bucket.layers[0].name for bucket in buckets}
+        for index, name in self._names.items():
+            if name in self._loaded_shards:
+                self._buffers[index].load_shards(self._loaded_shards[name])
+        self._loaded_shards = {}
         self.codec_states.add_for(part.compressor for each in buckets for part in each.segments)
+
+    def shards_dict(self) -> dict[str, Any]:
+        """How buckets are shared out among owners, by their first layer; the same on all ranks."""
+        found = {self._names[index]: each.shards_dict() for index, each in self._buffers.items()}
+        return self._loaded_shards | {name: each for name, each in found.items() if each is not None}
+
+    def load_shards(self, found: Mapping[str, Any]) -> None:
+        """Share buckets out as :meth:`shards_dict` says, where they are of the same elements."""
+        self._loaded_shards = dict(found)
 
     def begin_step(self, step: int) -> None:
         """Draw the random numbers of this step from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hvd_adaptive.adaptation.base import Assignment, Controller
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
@@ -99,6 +100,14 @@ class Layout:
     def other_ranks(self) -> bool:
         """Whether nothing is agreed with the ranks that there are now: in the first step."""
         return self._control.size != self._agreed_ranks
+
+    def shards_dict(self) -> dict[str, Any]:
+        """See :meth:`Exchange.shards_dict`."""
+        return self._exchange.shards_dict()
+
+    def load_shards(self, found: Mapping[str, Any]) -> None:
+        """Use them from the next :meth:`build` on."""
+        self._exchange.load_shards(found)
 
     def forget_ranks(self) -> None:
         """Ranks must agree again."""

@@ -34,6 +34,7 @@ def state_of(
         },
         "kept": feedback.state_dict(),
         "owned": feedback.owned(),
+        "shards": layout.shards_dict(),
         "rates": dict(feedback.context.rates),
         "planned": {
             name: [None if compressor is None else format_spec(compressor), level]
@@ -69,6 +70,7 @@ def restore_layers(
     if layout.controller.plans and state["controller"] is not None:
         layout.controller.load_state_dict(copy.deepcopy(state["controller"]))
         layout.config = replace(layout.config, planned=checkpoint.planned(state))
+    layout.load_shards(state["shards"])
     laid_out = layout.buckets is not None
     layout.order = layout.order if laid_out else list(state["order"])
     feedback.replace(_on_devices(state["kept"], hooks), state["rates"], state["owned"])

@@ -209,6 +209,34 @@ def test_what_is_owned_goes_on_as_ones_own_where_nothing_is_compressed_twice() -
         assert shape == getattr(model, name).grad.shape
 
 
+def skewed(size: int, step: int) -> list[dict[str, Tensor]]:
+    """Gradients of which a tenth of the largest layer is far larger than the rest."""
+    everything = everyone(size, step)
+    for grads in everything:
+        grads["wide"][:10] *= 100.0
+    return everything
+
+
+def test_shards_follow_the_mass_and_a_resumed_run_cuts_alike() -> None:
+    model = Layers()
+    ranks = ranks_of(4, model, "topk:density=0.05", overrides=OVERRIDES)
+    ranks.reduce(skewed(4, 0))
+    (first,) = ranks.compression_state_dicts()[0]["shards"].values()
+    for step in range(1, 15):
+        ranks.reduce(skewed(4, step))
+    states = ranks.compression_state_dicts()
+    (last,) = states[0]["shards"].values()
+    assert last["bounds"] != first["bounds"]
+    assert max(last["loads"]) < 1.3 * np.mean(last["loads"])
+    assert all(state["shards"] == states[0]["shards"] for state in states)
+    other, resumed = continued(states, 4)
+    for step in range(15, 40):
+        ranks.reduce(skewed(4, step))
+        resumed.reduce(skewed(4, step))
+        for name in SHAPES:
+            assert torch.equal(getattr(model, name).grad, getattr(other, name).grad), (name, step)
+
+
 # --- damage -----------------------------------------------------------------------------------------
 
 

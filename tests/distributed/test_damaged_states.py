@@ -142,7 +142,9 @@ def spoiled(value: float) -> Callable[[Tensor], Tensor]:
 
 
 WIDE = ("kept", "wide")
-ITEMS = "format rounds order routes kept owned rates last_rates learn_next planned codecs controller"
+ITEMS = (
+    "format rounds order routes kept owned shards rates last_rates learn_next planned codecs controller"
+)
 PILOT = (
     "recipe planner levels told expected factor decided factors factors_since trigger message table "
     "sampled measured"
@@ -192,6 +194,11 @@ DAMAGE: list[Damage] = [
     ("two shots", put("owned", "wide", [(-1, torch.ones(3))]), r"owned\['wide'\]\[0\]\[0\] must be a"),
     ("two shots", put("owned", "wide", [(0, spoiled(math.nan)(torch.ones(9)))]), r"holds NaN or Inf"),
     ("two shots", put("owned", "wide", [(0,)]), r"owned\['wide'\]\[0\] must be a list of 2"),
+    (
+        "two shots",
+        put("shards", lambda found: {name: {**each, "bounds": [5, 0]} for name, each in found.items()}),
+        "which share nothing out",
+    ),
     ("bf16", put(*WIDE, "residual", Tensor.float), r"is of torch.float32: its feedback"),
     ("ef21", drop(*WIDE, "mean"), r"kept\['wide'\] has the slots \['estimate'\]: its feedback 'ef21'"),
     ("dgc", drop("kept", "bias", "velocity"), r"kept\['bias'\] has the slots"),

@@ -41,6 +41,7 @@ def state(values: list[float], slot: str = "residual", **changed: Any) -> dict[s
         "routes": {"w": [compressor, rule], "b": ["none", "none"]},
         "kept": {"w": slots, "b": {}},
         "owned": {},
+        "shards": {},
         "rates": {},
         "last_rates": (0.1,),
         "learn_next": False,

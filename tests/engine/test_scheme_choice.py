@@ -114,3 +114,19 @@ def test_a_compressor_is_timed(spec: str) -> None:
     assert 0 < costs.compress < 1e-5
     assert 0 <= costs.decompress < 1e-5
     assert 0 <= costs.decompress_byte < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("compression", "scheme", "message"),
+    [
+        ("qsgd:bits=4", "twoshot", "unknown scheme 'twoshot' .did you mean 'two_shot'"),
+        ("topk", "allreduce", "carries no encoded payloads: use one of auto, allgather"),
+        ("topk", "two_shot:level=-1", "level is the one of the second compression"),
+        ("topk", "two_shot:level=3", "scheme 'two_shot:level=3': density is a share"),
+        ("qsgd:bits=4", "two_shot:level=0.02", "a level is 1 to 8 whole bits, got 0.02"),
+        ("topk", {"wide.*": "auto"}, "pattern 'wide..' matches no parameter"),
+    ],
+)
+def test_a_scheme_that_does_not_fit_is_refused(compression: str, scheme: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VirtualRanks(2, Layers().named_parameters(), compression, scheme=scheme)  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""What is a scheme worth at so many ranks, and does scheme="auto" choose the better one?
+
+    sudo -E python -m benchmarks.network.schemes                   # half an hour; resumable
+    sudo -E python -m benchmarks.network.schemes --only "12 x 200mbit"
+    sudo -E python -m benchmarks.network.schemes --quick           # a smoke run; writes no file
+    python -m benchmarks.network.schemes --check                   # 1 if a stored target is missed
+
+Trains the LSTM on hosts with slow links (launch/netlab.sh), one rank on each: stock Horovod fp16, and a
+quantizer and a sparsifier by allgather, in two shots and as ``auto`` chooses, in turn within one job.
+Medians of the slowest rank's steps; bytes are those that the hosts' interfaces counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import command_line, lab
+from benchmarks.report import report
+
+CORES = 2
+PRESET = "lstm-sotu"
+COMPRESSORS = ("qsgd:bits=4", "topk:density=0.01")
+SCHEMES = ("allgather", "two_shot", "auto")
+STOCK = "stock fp16"
+METHODS = (STOCK, *(f"{compressor} {scheme}" for compressor in COMPRESSORS for scheme in SCHEMES))
+RANKS_AT_200 = (2, 4, 8, 12, 16)
+CASES = {f"{ranks} x 200mbit": (ranks, "200mbit") for ranks in RANKS_AT_200} | {
+    f"{ranks} x {rate}": (ranks, rate) for rate in ("100mbit", "1gbit") for ranks in (4, 12)
+}
+BLOCKS, STEPS = 3, 6
+HALF_AT = "12 x 200mbit"
+HALF, NOT_SLOWER, AUTO = 0.5, 1.03, 1.05
+"""Targets: of two_shot to stock fp16 at 12 hosts; to the allgather at 4; of auto to the better one."""
+
+
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, blocks: int) -> None:
+    """Add each case's figures to ``cases``, by method."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    for title in wanted:
+        ranks, rate = CASES[title]
+        with lab.Lab(ranks, rate) as hosts:
+            words = ["--preset", PRESET, "--blocks", str(blocks), "--steps", str(STEPS), *METHODS]
+            (everyone,) = hosts.module("workers.schemes_rank", words, seconds=1800.0).results()
+        cases[title] = {method: _summary([rank[method] for rank in everyone]) for method in METHODS}
+        print(report.table(rows({title: cases[title]})), flush=True)
+        if out is not None:
+            report.write(out.stem, {"preset": PRESET, "cases": cases}, out.parent)
+
+
+def _summary(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Of all ranks' blocks: the median step of each block, of the slowest rank, and bytes received."""
+    blocks = [
+        max(statistics.median(block["seconds"]) for block in of_all)
+        for of_all in zip(*ranks, strict=True)
+    ]
+    received = statistics.mean(block["received"] for rank in ranks for block in rank)
+    return {
+        "blocks": [float(f"{each:.4g}") for each in blocks],
+        "received": round(received),
+        "schemes": ranks[0][-1]["schemes"],
+    }
+
+
+def step(methods: dict[str, Any], method: str) -> float:
+    """Seconds: the median of the blocks."""
+    return statistics.median(methods[method]["blocks"])
+
+
+def rows(cases: dict[str, Any]) -> list[list[object]]:
+    """A table: one row a case and method."""
+    found: list[list[object]] = [
+        ["hosts", "method", "step", "of stock fp16", "received", "of fp16", ""]
+    ]
+    for title, methods in cases.items():
+        stock = step(methods, STOCK)
+        for method, figures in methods.items():
+            chosen = ", ".join(each for each in figures["schemes"] if method.endswith("auto"))
+            found.append(
+                [
+                    title,
+                    method,
+                    f"{1e3 * step(methods, method):.0f} ms",
+                    f"{step(methods, method) / stock:.2f}",
+                    f"{figures['received'] / 1e6:.2f} MB",
+                    f"{figures['received'] / methods[STOCK]['received']:.2f}",
+                    chosen,
+                ]
+            )
+    return found
+
+
+def missed(cases: dict[str, Any]) -> list[str]:
+    """The targets that are missed."""
+    problems = []
+    for title, methods in cases.items():
+        ranks, _ = CASES[title]
+        for compressor in COMPRESSORS:
+            by_scheme = {scheme: step(methods, f"{compressor} {scheme}") for scheme in SCHEMES}
+            better = min(by_scheme["allgather"], by_scheme["two_shot"])
+            if by_scheme["auto"] > AUTO * better:
+                share = by_scheme["auto"] / better
+                problems.append(f"{title}, {compressor}: auto takes {share:.2f} of the better one")
+            if ranks == 4 and by_scheme["two_shot"] > NOT_SLOWER * by_scheme["allgather"]:
+                share = by_scheme["two_shot"] / by_scheme["allgather"]
+                problems.append(f"{title}, {compressor}: two_shot takes {share:.2f} of the allgather")
+        share = step(methods, "qsgd:bits=4 two_shot") / step(methods, STOCK)
+        if title == HALF_AT and share > HALF:
+            problems.append(f"{title}: 4 bit in two shots takes {share:.2f} of stock fp16's step")
+    return problems + [f"{HALF_AT} was not measured"] * (HALF_AT not in cases)
+
+
+def load(out: Path | None) -> dict[str, Any]:
+    """What has been measured before."""
+    if out is None or not out.exists():
+        return {}
+    cases: dict[str, Any] = json.loads(out.read_text())["cases"]
+    return cases
+
+
+def main() -> int:
+    """Command line."""
+    options = command_line.parser(__doc__, CASES, "schemes")
+    args = options.parse_args()
+    wanted = command_line.chosen(options, args.only, CASES)
+    out = None if args.quick else args.out
+    cases = load(out)
+    if args.quick:
+        wanted = wanted[:1]
+    elif not args.redo:
+        wanted = [title for title in wanted if title not in cases]
+    return command_line.complete(
+        (lambda: measure(wanted, cases, out, 1 if args.quick else BLOCKS)) if wanted else None,
+        lambda: print(report.table(rows(cases))),
+        lambda: [] if args.quick else missed(cases),
+        args.check,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
