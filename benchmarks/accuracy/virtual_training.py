@@ -49,6 +49,7 @@ def train(preset: Preset, ranks: int, steps: int) -> dict[str, Any]:
         preset.model.named_parameters(),
         options.compression,
         feedback=options.feedback,
+        scheme=options.scheme,
         planner=options.planner,
         dense_steps=options.dense_steps,
         seed=options.seed,

@@ -10,7 +10,7 @@ from typing import Any
 from hvd_adaptive.adaptation.base import Assignment, Controller
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
-from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for
+from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.config import CompressionConfig, ReducerOptions
@@ -147,7 +147,9 @@ class Layout:
         for bucket in buckets:
             for layer in bucket.layers:
                 routes[layer.name] = replace(routes[layer.name], scheme=bucket.scheme)
-        check_gathered(buckets, self._control.size)
+        twice = [bucket for bucket in buckets if scheme_named(bucket.scheme).recompresses]
+        check_gathered([bucket for bucket in buckets if bucket not in twice], self._control.size)
+        check_gathered(twice, 1)  # shards of all ranks' payloads are as much as one payload
         self.launches.set(buckets)
         states = self._feedback.attach(buckets)
         self._exchange.attach(buckets, states, self.controller.per_rank_levels)
