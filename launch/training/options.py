@@ -20,6 +20,7 @@ from hvd_adaptive import planning as planners
 from hvd_adaptive.collectives import check_scheme
 from hvd_adaptive.compressors import REGISTRY
 from hvd_adaptive.compressors import parse as parse_compression
+from hvd_adaptive.config import DEFAULT_SCHEME
 
 from . import data
 from .models import IMAGE_MODELS, MODELS
@@ -282,9 +283,9 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
     add("--feedback", type=feedback_rule, metavar="RULE",
         help="what becomes of what is not sent: " + ", ".join(feedback.REGISTRY)
         + " (the compressor's own choice)")  # fmt: skip
-    add("--scheme", type=collective_scheme, default="allgather", metavar="SCHEME",
-        help="how encoded payloads meet: allgather, or two_shot, whose traffic does not grow with the"
-        " ranks (%(default)s)")  # fmt: skip
+    add("--scheme", type=collective_scheme, default=DEFAULT_SCHEME, metavar="SCHEME",
+        help="how encoded payloads meet: allgather; two_shot, whose traffic does not grow with the"
+        " ranks; or auto, the faster one for each bucket (%(default)s)")  # fmt: skip
     add("--planner", type=planner, metavar="PLANNER",
         help="what chooses each layer's level during training, such as lgreco:period=200; there are "
         + ", ".join(planners.REGISTRY) + " (none)")  # fmt: skip
@@ -424,8 +425,9 @@ def _check_horovod(options: TrainingOptions) -> None:
         raise ValueError(
             f"--distributed horovod knows --compression none and fp16, not {options.compression}"
         )
-    ours = (options.overrides, options.feedback, options.planner, options.dense_steps)
+    scheme = options.scheme != DEFAULT_SCHEME
+    ours = (options.overrides, options.feedback, scheme, options.planner, options.dense_steps)
     if any(ours):
         raise ValueError(
-            "--override, --feedback, --planner and --dense-steps need --distributed adaptive"
+            "--override, --feedback, --scheme, --planner and --dense-steps need --distributed adaptive"
         )
