@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MASK = (1 << 64) - 1
+_LOW = (1 << 32) - 1
 
 SHARED = -1
 """In the place of the rank: the stream that all ranks draw from together."""
@@ -50,3 +51,54 @@ def layer_keys(seed: int, rank: int, step: int, layers: Sequence[int]) -> npt.ND
     """
     base = mix(mix(mix(seed & _MASK) ^ (rank & _MASK)) ^ (step & _MASK))
     return np.array([mix(base ^ layer) for layer in layers], dtype=np.uint64)
+
+
+def dithers(keys: npt.NDArray[np.uint64], rank: int, ranks: int) -> npt.NDArray[np.uint64]:
+    """What makes this rank's random numbers of those that all ranks draw: one word per layer.
+
+    Number ``u`` of the shared stream becomes ``u + place`` or ``1 - (u + place)``, wrapped into [0, 1).
+    Each rank's numbers are uniform, so rounding stays unbiased, but between the ranks they are spread
+    evenly: their rounding errors are negatively correlated, and the error of the mean over ``n`` ranks
+    that hold the same values falls as ``1 / n^2`` instead of ``1 / n``.
+
+    Ranks form pairs in a random order, another one for each layer and step, so that no two always have
+    neighboring numbers. Pairs stand in ``ranks / 2`` equal parts of [0, 1), and within a pair the second
+    mirrors the first: a value that is rarely rounded up on one rank and one that is rarely rounded down
+    on the other are so at the same time, and these errors cancel. An odd number of ranks has no mirrors
+    and as many parts as ranks.
+
+    Source: Suresh, Sun, Ro and Yu, "Correlated Quantization for Distributed Mean Estimation and
+    Optimization" (ICML 2022), with one number for all ranks in the place of one per rank, and with
+    Hammersley and Morton's antithetic variates (1956) in pairs.
+
+    Args:
+        keys: ``uint64[L]``, of the layers' shared random numbers.
+        rank: of this process.
+        ranks: how many there are.
+
+    Returns:
+        ``uint64[L]``: the place in units of 2^-32 in the lower half, and in the upper half all bits set
+        where the number is mirrored. 0 leaves the numbers as they are.
+
+    Example:
+        >>> [hex(int(dithers(np.array([5], np.uint64), rank, 2)[0])) for rank in range(2)]
+        ['0xffffffff00000000', '0x0']
+    """
+    tickets = _mix_all(keys[:, None] ^ _mix_all(np.arange(1, ranks + 1, dtype=np.uint64)))
+    order = np.argsort(tickets, axis=1, kind="stable")
+    places = np.argmax(order == rank, axis=1).astype(np.uint64)
+    one, low = np.uint64(1), np.uint64(_LOW)
+    if ranks % 2:
+        return (places << np.uint64(32)) // np.uint64(ranks)
+    mirrored, pairs = places & one, places >> one
+    shifts = (pairs << np.uint64(32)) // np.uint64(ranks // 2)
+    # the bits of 1 - (u + shift) are those of u, inverted, less the shift
+    return np.where(mirrored > 0, (low << np.uint64(32)) | ((~shifts + one) & low), shifts)
+
+
+def _mix_all(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """:func:`mix` of each."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

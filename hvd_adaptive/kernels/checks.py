@@ -150,6 +150,16 @@ def check_counts(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     return counts
 
 
+def check_rotated(layers: Sequence[Tensor], others: Sequence[Tensor] | None) -> None:
+    """ValueError unless all are contiguous float32, and each layer has its counterpart in ``others``."""
+    for each in (*layers, *(others or ())):
+        if each.dtype != torch.float32 or not each.is_contiguous():
+            raise ValueError(f"layers that are rotated are contiguous float32, got {_describe(each)}")
+    sizes = [layer.numel() for layer in layers]
+    if others is not None and [other.numel() for other in others] != sizes:
+        raise ValueError(f"layers of {sizes} elements do not fit {[o.numel() for o in others]}")
+
+
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}, stride {tensor.stride()} on {tensor.device}"
 
@@ -163,7 +173,7 @@ def check_bits(bits: npt.NDArray[np.int64], tables: Tables) -> None:
 
 
 def check_keys(keys: npt.NDArray[np.uint64] | None, layers: int) -> npt.NDArray[np.uint64]:
-    """The keys as contiguous uint64, 0 if there are none; ValueError unless there is one per layer."""
+    """The keys (or dithers) as contiguous uint64, 0 if there are none; ValueError unless one per layer."""
     if keys is None:
         return np.zeros(layers, np.uint64)
     if keys.shape != (layers,) or keys.dtype != np.uint64:
