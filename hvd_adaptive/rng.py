@@ -62,10 +62,10 @@ def dithers(keys: npt.NDArray[np.uint64], rank: int, ranks: int) -> npt.NDArray[
     that hold the same values falls as ``1 / n^2`` instead of ``1 / n``.
 
     Ranks form pairs in a random order, another one for each layer and step, so that no two always have
-    neighboring numbers. Pairs stand in ``ranks / 2`` equal parts of [0, 1), and within a pair the second
-    mirrors the first: a value that is rarely rounded up on one rank and one that is rarely rounded down
-    on the other are so at the same time, and these errors cancel. An odd number of ranks has no mirrors
-    and as many parts as ranks.
+    neighboring numbers. Pairs are ``2 / ranks`` apart, and within a pair the second mirrors the first.
+    So a value that is rarely rounded up on one rank, and one that is rarely rounded down on the other,
+    are so at the same time, and these errors cancel. Of an odd number of ranks none is mirrored, and
+    they are ``1 / ranks`` apart.
 
     Source: Suresh, Sun, Ro and Yu, "Correlated Quantization for Distributed Mean Estimation and
     Optimization" (ICML 2022), with one number for all ranks in the place of one per rank, and with
@@ -86,14 +86,18 @@ def dithers(keys: npt.NDArray[np.uint64], rank: int, ranks: int) -> npt.NDArray[
     """
     tickets = _mix_all(keys[:, None] ^ _mix_all(np.arange(1, ranks + 1, dtype=np.uint64)))
     order = np.argsort(tickets, axis=1, kind="stable")
-    places = np.argmax(order == rank, axis=1).astype(np.uint64)
-    one, low = np.uint64(1), np.uint64(_LOW)
+    places = np.argmax(order == rank, axis=1)
+    words = [_dither(place, ranks) for place in places.tolist()]
+    return np.array(words, dtype=np.uint64)
+
+
+def _dither(place: int, ranks: int) -> int:
+    """The word of the rank that has a place in the random order."""
     if ranks % 2:
-        return (places << np.uint64(32)) // np.uint64(ranks)
-    mirrored, pairs = places & one, places >> one
-    shifts = (pairs << np.uint64(32)) // np.uint64(ranks // 2)
+        return (place << 32) // ranks
+    shift = ((place >> 1) << 32) // (ranks >> 1)
     # the bits of 1 - (u + shift) are those of u, inverted, less the shift
-    return np.where(mirrored > 0, (low << np.uint64(32)) | ((~shifts + one) & low), shifts)
+    return _LOW << 32 | -shift & _LOW if place & 1 else shift
 
 
 def _mix_all(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -101,4 +105,5 @@ def _mix_all(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
+    return mixed

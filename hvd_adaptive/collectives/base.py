@@ -12,7 +12,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from torch import Tensor
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.comm.request import Request
-from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.feedback import FeedbackState, split
 from hvd_adaptive.layers import PayloadKind
 
@@ -51,6 +51,14 @@ class Buffers:
     def views(self) -> list[Tensor]:
         """The layers in ``flat``, in their shapes."""
         return shaped(self.flat, self._bucket)
+
+
+class RandomArguments(TypedDict):
+    """Arguments of a :class:`~hvd_adaptive.compressors.base.LayerBatch`, described there."""
+
+    keys: npt.NDArray[np.uint64] | None
+    dithers: npt.NDArray[np.uint64] | None
+    rotation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,21 @@ class BucketIO:
         """Keys of the random numbers of one segment's layers in this step."""
         layers = [layer.index for layer in bucket.layers[segment.start : segment.stop]]
         return rng.layer_keys(self.seed, rank, self.step, layers)
+
+    def random_arguments(self, bucket: Bucket, segment: Segment) -> RandomArguments:
+        """All of a :class:`LayerBatch` that decides random numbers, for what this rank sends."""
+        compressor = segment.compressor
+        assert isinstance(compressor, GatheredCompressor), segment
+        first = bucket.layers[segment.start].index
+        (rotation,) = rng.layer_keys(self.seed, rng.SHARED, self.step, [first])
+        if not compressor.draws:
+            return {"keys": None, "dithers": None, "rotation": int(rotation)}
+        if not compressor.correlated or self.ranks == 1:
+            keys = self.keys(bucket, segment, self.rank)
+            return {"keys": keys, "dithers": None, "rotation": int(rotation)}
+        keys = self.keys(bucket, segment, rng.SHARED)
+        dithers = rng.dithers(keys, self.rank, self.ranks)
+        return {"keys": keys, "dithers": dithers, "rotation": int(rotation)}
 
 
 class Scheme(ABC):

@@ -97,7 +97,7 @@ def check_thresholds(
 
 def check_outs(body: Tensor, outs: Sequence[Tensor], whole: bool = False) -> list[int]:
     """The numbers of elements of the tensors that a body is added to; ValueError where one is unfit."""
-    _check_bytes(body)
+    check_bytes(body)
     for out in outs:
         if out.dtype != torch.float32 or not out.is_contiguous() or out.is_cpu != body.is_cpu:
             raise ValueError(
@@ -117,12 +117,12 @@ def check_bodies(bodies: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def check_body(body: Tensor, x: Tensor) -> None:
     """ValueError unless ``body`` is bytes on the device of ``x``."""
-    _check_bytes(body)
+    check_bytes(body)
     if body.is_cpu != x.is_cpu:
         raise ValueError(f"a body must be on the device of x, {x.device}, got {_describe(body)}")
 
 
-def _check_bytes(body: Tensor) -> None:
+def check_bytes(body: Tensor) -> None:
     if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
         raise ValueError(f"a body is 1-D contiguous uint8, got {_describe(body)}")
 
@@ -151,7 +151,7 @@ def check_counts(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
 
 
 def check_rotated(layers: Sequence[Tensor], others: Sequence[Tensor] | None) -> None:
-    """ValueError unless all are contiguous float32, and each layer has its counterpart in ``others``."""
+    """ValueError unless all are contiguous float32, and ``others`` are of the layers' sizes."""
     for each in (*layers, *(others or ())):
         if each.dtype != torch.float32 or not each.is_contiguous():
             raise ValueError(f"layers that are rotated are contiguous float32, got {_describe(each)}")
@@ -173,7 +173,7 @@ def check_bits(bits: npt.NDArray[np.int64], tables: Tables) -> None:
 
 
 def check_keys(keys: npt.NDArray[np.uint64] | None, layers: int) -> npt.NDArray[np.uint64]:
-    """The keys (or dithers) as contiguous uint64, 0 if there are none; ValueError unless one per layer."""
+    """Keys or dithers as contiguous uint64, 0 if there are none; ValueError unless one per layer."""
     if keys is None:
         return np.zeros(layers, np.uint64)
     if keys.shape != (layers,) or keys.dtype != np.uint64:

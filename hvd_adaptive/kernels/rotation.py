@@ -2,10 +2,10 @@
 
 A layer is cut into chunks, from its front: as many of :data:`CHUNK` elements as there are, and of what
 is left as many as there are of the next smaller power of four, and so on down to single elements, so
-that nothing is padded. Each chunk is multiplied with random signs, the same ones for every chunk (of a
-small one, the first of them), and with the Hadamard matrix ``H / sqrt(chunk)``. That factor is a power of
-two, so only sums are rounded. ``H`` is applied in butterflies of a distance of 1, 2, 4, ...: this order
-of additions makes the result the same everywhere.
+that nothing is padded. Each chunk is multiplied by random signs, the same ones for every chunk (for a
+small one, the first of them), and by the Hadamard matrix ``H``, divided by the square root of its size.
+That is a power of two, so only sums are rounded. ``H`` is applied in butterflies of a distance of 1, 2,
+4, ...: this order of additions makes the result the same everywhere.
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ def block_norms(rows: Tensor, sizes: Tensor, rule: QuantizationRule) -> Tensor:
     return norms.clamp(max=LARGEST_NORM).unsqueeze(1)
 
 
-def uniforms(
-    numel: int, key: int, device: torch.device | None = None, dither: int = 0
-) -> Tensor:
+def uniforms(numel: int, key: int, device: torch.device | None = None, dither: int = 0) -> Tensor:
     """The random numbers of a stream: multiples of 2^-24 in [0, 1), float32.
 
     Number ``i`` is a hash of ``i`` and ``key``: the 32-bit mixer "lowbias32" (Wellons, "Prospecting

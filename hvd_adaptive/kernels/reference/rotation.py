@@ -38,7 +38,7 @@ def _butterflies(rows: Tensor) -> Tensor:
         low, high = pairs[:, :, 0], pairs[:, :, 1]
         rows = torch.stack([low + high, low - high], 2).reshape(-1, length)
         distance *= 2
-    return rows * length**-0.5
+    return rows.mul(length**-0.5)
 
 
 def rotate_(
