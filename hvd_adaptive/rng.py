@@ -53,6 +53,16 @@ def layer_keys(seed: int, rank: int, step: int, layers: Sequence[int]) -> npt.ND
     return np.array([mix(base ^ layer) for layer in layers], dtype=np.uint64)
 
 
+def rotation_key(seed: int, step: int) -> int:
+    """The key of the rotation of all layers in a step, the same on all ranks.
+
+    Example:
+        >>> rotation_key(0, 1) == rotation_key(0, 2)
+        False
+    """
+    return int(layer_keys(seed, SHARED, step, [-1])[0])
+
+
 def dithers(keys: npt.NDArray[np.uint64], rank: int, ranks: int) -> npt.NDArray[np.uint64]:
     """What makes this rank's random numbers of those that all ranks draw: one word per layer.
 

@@ -98,16 +98,14 @@ class BucketIO:
         """All of a :class:`LayerBatch` that decides random numbers, for what this rank sends."""
         compressor = segment.compressor
         assert isinstance(compressor, GatheredCompressor), segment
-        first = bucket.layers[segment.start].index
-        (rotation,) = rng.layer_keys(self.seed, rng.SHARED, self.step, [first])
-        if not compressor.draws:
-            return {"keys": None, "dithers": None, "rotation": int(rotation)}
-        if not compressor.correlated or self.ranks == 1:
+        keys = dithers = None
+        if compressor.correlated and self.ranks > 1:
+            keys = self.keys(bucket, segment, rng.SHARED)
+            dithers = rng.dithers(keys, self.rank, self.ranks)
+        elif compressor.draws:
             keys = self.keys(bucket, segment, self.rank)
-            return {"keys": keys, "dithers": None, "rotation": int(rotation)}
-        keys = self.keys(bucket, segment, rng.SHARED)
-        dithers = rng.dithers(keys, self.rank, self.ranks)
-        return {"keys": keys, "dithers": dithers, "rotation": int(rotation)}
+        rotation = rng.rotation_key(self.seed, self.step)
+        return {"keys": keys, "dithers": dithers, "rotation": rotation}
 
 
 class Scheme(ABC):

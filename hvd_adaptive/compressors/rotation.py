@@ -51,6 +51,7 @@ def compress_layers_(batch: LayerBatch, compress: Compress) -> tuple[Tensor, Lay
         i: _saturate_(views[i], None if batch.grads is None else batch.grads[i])
         for i in np.flatnonzero(found == _TOO_LARGE).tolist()
     }
+    energies = {i: float((views[i].double() + rest).square().sum()) for i, rest in excess.items()}
     for i in kept:
         views[i].fill_(torch.nan)  # whatever it was that is not finite, the layer is marked
     kernels.rotate_([views[i] for i in excess], key)
@@ -64,6 +65,7 @@ def compress_layers_(batch: LayerBatch, compress: Compress) -> tuple[Tensor, Lay
         views[i].copy_(held)
     for i, rest in excess.items():
         views[i].add_(rest).clamp_(-_MOST, _MOST)
+        stats.energy[i] = energies[i]
     return body, stats
 
 

@@ -67,6 +67,8 @@ SPECS = [
     "terngrad",
     "terngrad:clip=2.5,coding=huffman",
     "signsgd:block=64",
+    "qsgdinf:bits=2,rotate=hadamard",
+    "qsgdinf:bits=4,coding=huffman,rotate=hadamard",
     "onebit:block=1",
     "onebit",
     "alq:bits=3",

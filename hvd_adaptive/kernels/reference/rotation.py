@@ -23,7 +23,7 @@ def signs(key: int, device: torch.device | None = None) -> Tensor:
 
     Example:
         >>> signs(key=1)[:6].tolist()
-        [-1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
+        [1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
     """
     # mixed once more than the keys of rounding are: one key may serve both
     return 1.0 - 2.0 * (words(CHUNK, mix(key), device) >> 31).float()
@@ -47,12 +47,12 @@ def rotate_(
     """See :meth:`hvd_adaptive.kernels.base.RotationKernels.rotate_`.
 
     Example:
-        >>> x = torch.tensor([4.0, 0.0, 0.0, 0.0, 3.0])
+        >>> x = torch.tensor([8.0, 2.0, 1.0, 1.0, 3.0])
         >>> rotate_([x], key=1).tolist(), x.tolist()
-        ([0], [-2.0, -2.0, -2.0, -2.0, -3.0])
+        ([0], [5.0, 4.0, 5.0, 2.0, 3.0])
         >>> rotate_back_([x], key=1)
         >>> x.tolist()
-        [4.0, 0.0, 0.0, 0.0, 3.0]
+        [8.0, 2.0, 1.0, 1.0, 3.0]
     """
     check_rotated(layers, grads)
     found = np.zeros(len(layers), np.uint8)
