@@ -430,7 +430,7 @@ class RotationKernels(Protocol):
     def rotate_back_(
         self, layers: Sequence[Tensor], key: int, outs: Sequence[Tensor] | None = None
     ) -> None:
-        """Undo :meth:`rotate_`, in place or into ``outs``.
+        """Undo :meth:`rotate_`, in place or into ``outs``; :data:`LARGEST_BACK` saturates.
 
         Args:
             layers: contiguous float32, of any shape.

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 
 CHUNK = 1024
 """Elements of the largest chunk: 4 KiB, which are worked on in the nearest cache. A power of four."""
-LARGEST_ROTATED = 2.0**112
-"""Magnitudes above it saturate, since a chunk's sum is up to 2^10 times as large."""
+LARGEST_ROTATED = 2.0**96
+"""Magnitudes above it are not rotated: sums of a chunk, their norm, and sums over ranks stay finite."""
+LARGEST_BACK = 2.0**117
+"""What is above it saturates when it is rotated back, so that even damaged norms give finite values."""
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int, int]]:

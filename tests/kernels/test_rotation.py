@@ -16,7 +16,7 @@ from torch import Tensor
 from hvd_adaptive.kernels import rotation
 from hvd_adaptive.kernels.cpu import rotation as cpu
 from hvd_adaptive.kernels.reference import rotation as reference
-from hvd_adaptive.kernels.rotation import CHUNK, LARGEST_ROTATED
+from hvd_adaptive.kernels.rotation import CHUNK, LARGEST_BACK, LARGEST_ROTATED
 from tests.kernels.inputs import KINDS, bits, numbers, usual
 
 MODULES = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
@@ -132,6 +132,7 @@ def test_a_layer_that_cannot_be_rotated_is_named_and_kept(
 
 @MODULES
 def test_the_largest_magnitudes_that_are_rotated_stay_finite(kernels: ModuleType) -> None:
+    assert 32 * LARGEST_ROTATED < LARGEST_BACK
     x = torch.full((CHUNK,), LARGEST_ROTATED) * reference.signs(2)
     kept = x.clone()
     assert kernels.rotate_([x], 2).tolist() == [0]
@@ -139,6 +140,17 @@ def test_the_largest_magnitudes_that_are_rotated_stay_finite(kernels: ModuleType
     assert not x[1:].any()
     kernels.rotate_back_([x], 2)
     assert torch.equal(x, kept)
+
+
+@MODULES
+def test_whatever_is_rotated_back_becomes_finite_but_for_nan(kernels: ModuleType) -> None:
+    x = torch.full((2 * CHUNK,), 3e38)
+    x[CHUNK - 1], x[CHUNK] = math.inf, math.nan
+    out = torch.zeros(2 * CHUNK)
+    kernels.rotate_back_([x], 2, [out])
+    assert bool(out[:CHUNK].isfinite().all())
+    assert float(out[0].abs()) == 32 * LARGEST_BACK
+    assert bool(out[CHUNK:].isnan().all())
 
 
 @MODULES

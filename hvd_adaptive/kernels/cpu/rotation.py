@@ -28,7 +28,7 @@ from hvd_adaptive.kernels.cpu.intrinsics import (
 )
 from hvd_adaptive.kernels.cpu.rounding import key_halves, random_word
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
-from hvd_adaptive.kernels.rotation import CHUNK, LARGEST_ROTATED
+from hvd_adaptive.kernels.rotation import CHUNK, LARGEST_BACK, LARGEST_ROTATED
 from hvd_adaptive.rng import mix
 
 LARGEST_BITS = int(np.float32(LARGEST_ROTATED).view(np.uint32))
@@ -108,8 +108,10 @@ def _rotate_chunk(x, g, n, signs, buffer):
 def _rotate_chunk_back(x, out, n, signs, buffer):
     """x = signs H x / sqrt(n); or added to ``out``."""
     a = carray(float32_pointer(x), n)
+    limit = np.float32(LARGEST_BACK)
     for i in range(n):
-        buffer[i] = a[i]
+        value = limit if a[i] > limit else a[i]  # a NaN stays one
+        buffer[i] = -limit if value < -limit else value
     _butterflies(buffer, n)
     factor = _factor(n)
     if out == 0:

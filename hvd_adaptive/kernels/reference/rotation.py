@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import check_rotated
 from hvd_adaptive.kernels.reference.quantized import words
-from hvd_adaptive.kernels.rotation import CHUNK, LARGEST_ROTATED, chunks
+from hvd_adaptive.kernels.rotation import CHUNK, LARGEST_BACK, LARGEST_ROTATED, chunks
 from hvd_adaptive.rng import mix
 
 
@@ -78,7 +78,8 @@ def rotate_back_(layers: Sequence[Tensor], key: int, outs: Sequence[Tensor] | No
         random = signs(key, x.device)
         for start, size, count in chunks(x.numel()):
             part = slice(start, start + size * count)
-            back = (_butterflies(x[part].view(count, size)) * random[:size]).view(-1)
+            rows = x[part].view(count, size).clamp(-LARGEST_BACK, LARGEST_BACK)
+            back = (_butterflies(rows) * random[:size]).view(-1)
             if outs is None:
                 x[part] = back
             else:
