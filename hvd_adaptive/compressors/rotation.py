@@ -5,9 +5,9 @@ the others: a random rotation spreads each large value evenly over its chunk. It
 error of a layer is that of the rotated one, and what is unbiased stays so. What is sent is described in
 :mod:`hvd_adaptive.wire.quantized`; all of it is about bodies of one bucket.
 
-Cost: about five memcpys of the tensor to add the gradient and rotate, two to rotate back what was left,
-and three to add a decoded sum, however many bodies it is of. Memory: a copy of the layers while they
-are decoded. Source: Suresh, Yu, Kumar and McMahan, "Distributed Mean Estimation with Limited Communication"
+Cost: about five memcpys of the tensor to add the gradient and rotate, two to rotate back the remainder,
+three to add a decoded sum, however many bodies it is of. Memory: a copy of the layers while they are
+decoded. Source: Suresh, Yu, Kumar and McMahan, "Distributed Mean Estimation with Limited Communication"
 (ICML 2017), section 3; compare Vargaftik et al., "EDEN" (ICML 2022).
 """
 
