@@ -71,6 +71,7 @@ class Arguments:
     sparse_as_dense: bool
     process_set: hvd.ProcessSet
     feedback: str | Feedback | None
+    scheme: str | Mapping[str, str]
     planner: str | Recipe | None
     candidates: Sequence[Spec]
     dense_steps: int
@@ -99,7 +100,9 @@ class Arguments:
         if active:
             trained = {name: parameter.dtype for name, parameter in named if parameter.requires_grad}
             check_dtypes(unfit_dtypes(trained))
-        config = CompressionConfig.of(from_horovod(self.compression), self.overrides, self.feedback)
+        config = CompressionConfig.of(
+            from_horovod(self.compression), self.overrides, self.feedback, self.scheme
+        )
         config.check_patterns([name for name, _ in named])
         _check_momentum(config, self.optimizer)
         dense_steps = at_least(0, "dense_steps", self.dense_steps)

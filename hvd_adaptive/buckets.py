@@ -29,6 +29,8 @@ class Route:
     compressor: Compressor
     level: Level
     kind: PayloadKind
+    scheme: str
+    """The collective scheme, as text."""
     wire_dtype: torch.dtype | None = None
     """dtype of a summed payload; None where the payload is bytes."""
     feedback: str = "none"
@@ -61,6 +63,7 @@ class Bucket:
         dtype: dtype of the bucket's flat buffer.
         device: device of the bucket's flat buffer.
         feedback: the feedback rule of all its layers, as text.
+        scheme: the collective scheme, as text.
     """
 
     index: int
@@ -70,6 +73,7 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
     feedback: str
+    scheme: str
 
     @property
     def numel(self) -> int:
@@ -90,6 +94,7 @@ class _Key:
     dtype: torch.dtype
     device: torch.device
     feedback: str
+    scheme: str
     whole_model: Compressor | None
     """A compressor that takes all layers of the model together."""
 
@@ -205,6 +210,7 @@ def _key(layer: Layer, route: Route) -> _Key:
         route.wire_dtype or torch.float32,
         layer.device,
         route.feedback,
+        route.scheme,
         compressor if compressor.whole_model else None,
     )
 
@@ -221,4 +227,13 @@ def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) ->
         segments.append(Segment(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
         ordered.extend(members)
     key = _key(ordered[0], routes[ordered[0].name])
-    return Bucket(index, key.kind, tuple(ordered), tuple(segments), key.dtype, key.device, key.feedback)
+    return Bucket(
+        index,
+        key.kind,
+        tuple(ordered),
+        tuple(segments),
+        key.dtype,
+        key.device,
+        key.feedback,
+        key.scheme,
+    )

@@ -10,6 +10,8 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ``routes``      shared  of these layers, compressor and feedback rule, as text; none before a step
 ``kept``                of each layer, by slot, what its feedback rule keeps, 1-D; and its residual,
                         whatever the rule: it is sent with the next gradient
+``owned``               of some layers, pieces of what the rank owns of sums that were compressed
+                        again: where each begins, and 1-D float32; in the units of a sum over the ranks
 ``rates``               of some layers, the learning rate with which the residual was kept
 ``last_rates``          the learning rates of the last step
 ``learn_next``  shared  whether compressors that learn do so in the next step
@@ -42,11 +44,11 @@ from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, pa
 from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.routing import routes_of
-from hvd_adaptive.feedback import RESIDUAL, FeedbackContext
+from hvd_adaptive.feedback import RESIDUAL, FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import DENSE, Recipe
 
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,23 @@ def merge_compression_states(states: Sequence[Mapping[str, Any]]) -> dict[str, A
                     f"the compression states of rank 0 and rank {rank} are not of one step of one run: "
                     f"{key} is {first.get(key)} on the one and {other.get(key)} on the other"
                 )
+    states = [{**state, "kept": _with_owned(state)} for state in states]
     kept = {
         name: {slot: _mean(states, name, slot) for slot in slots}
         for name, slots in states[0]["kept"].items()
     }
-    return {**states[0], "kept": kept}
+    return {**states[0], "kept": kept, "owned": {}}
+
+
+def _with_owned(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """What is kept of each layer, with what the rank owns, which counts as its own rest does."""
+    kept = {name: dict(slots) for name, slots in state["kept"].items()}
+    for name, pieces in state["owned"].items():
+        slot = _slots_of(state["routes"][name][1])[0]
+        total = kept[name][slot] = kept[name][slot].clone()
+        for start, piece in pieces:
+            total[start : start + piece.numel()] += piece
+    return kept
 
 
 def _mean(states: Sequence[Mapping[str, Any]], name: str, slot: str) -> Tensor:
@@ -373,6 +387,7 @@ _STATE = _record(
     order=_unique_names,
     routes=_by_name(_row(_compressor, _rule)),
     kept=_by_name(_by_name(_values([torch.float32, torch.bfloat16]))),
+    owned=_by_name(_list_of(_row(_count, _values([torch.float32])))),
     rates=_by_name(_above_0),
     last_rates=_list_of(_number),
     learn_next=_flag,
@@ -385,13 +400,22 @@ _STATE = _record(
 # --- whether the items fit each other --------------------------------------------------------------
 
 
-@functools.cache
 def _memory_of(rule: str) -> tuple[frozenset[str], torch.dtype]:
     """What a feedback rule keeps of each layer: slots and dtype."""
+    held = _state_of(rule)
+    return frozenset(held.slots), held.dtype
+
+
+def _slots_of(rule: str) -> tuple[str, ...]:
+    """The slots of a feedback rule; what a rank owns is of the kind of the first."""
+    return _state_of(rule).slots
+
+
+@functools.cache
+def _state_of(rule: str) -> FeedbackState:
     parsed = feedback.parse(rule)
     assert parsed is not None
-    held = parsed.new_state(FeedbackContext(lambda _: 0.0, lambda: 1))
-    return frozenset(held.slots), held.dtype
+    return parsed.new_state(FeedbackContext(lambda _: 0.0, lambda: 1))
 
 
 _SLOTS = frozenset().union(*(_memory_of(name)[0] for name in feedback.REGISTRY))
@@ -408,6 +432,13 @@ def _check_routes(state: Mapping[str, Any]) -> None:
             if slot not in _SLOTS:
                 known = ", ".join(sorted(_SLOTS))
                 raise _refused(f"kept[{name!r}]", f"has the slot {slot!r}: there are {known}")
+    for name, pieces in state["owned"].items():
+        ends = [start + piece.numel() for start, piece in pieces]
+        held = next(iter(kept.get(name, {}).values()), None)
+        if held is None or name not in routes or max(ends, default=0) > held.numel():
+            raise _refused(
+                f"owned[{name!r}]", "must be pieces of a layer whose feedback keeps something"
+            )
     for name, (_, rule) in routes.items():
         wanted, dtype = _memory_of(rule)
         found = kept.get(name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hvd_adaptive import feedback as feedback_rules
+from hvd_adaptive.collectives import check_scheme
 from hvd_adaptive.compressors import (
     REGISTRY,
     CastCompressor,
@@ -22,6 +23,9 @@ from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Recipe
 
 Spec: TypeAlias = str | Compressor | type[Compressor]
+
+DEFAULT_SCHEME = "allgather"
+"""Of what is encoded, where the user names none."""
 
 SMALL_NUMEL = 1024
 """Tensors under this size, and biases and norms, are sent dense: they are under 1 % of a model's bytes
@@ -61,12 +65,15 @@ class CompressionConfig:
         feedback: a rule, or None to let each compressor choose.
         planned: what a planner gives to some layers, by name, in the place of their compressor and
             its level; no compressor means dense.
+        schemes: name patterns and the collective schemes of what is encoded, as text; the first that
+            matches counts.
     """
 
     compressor: Compressor
     overrides: tuple[tuple[str, Compressor], ...] = ()
     feedback: Feedback | None = None
     planned: Mapping[str, tuple[Compressor | None, Level]] = field(default_factory=dict)
+    schemes: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -74,6 +81,7 @@ class CompressionConfig:
         compression: Spec,
         overrides: Mapping[str, Spec] | None,
         feedback: str | Feedback | None,
+        scheme: str | Mapping[str, str] = DEFAULT_SCHEME,
     ) -> CompressionConfig:
         """Parse what was passed to the optimizer; ValueError or TypeError says what is wrong."""
         if overrides is not None and not isinstance(overrides, Mapping):
@@ -87,7 +95,12 @@ class CompressionConfig:
                 f"overrides must map name patterns, as '*.bias', to compressors, got {overrides!r}"
             )
         rows = tuple((pattern, parse_as("overrides", spec)) for pattern, spec in patterns.items())
-        choice = cls(parse(compression), rows, feedback_rules.parse(feedback))
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+        for each in schemes.values():
+            check_scheme(each)
+        choice = cls(
+            parse(compression), rows, feedback_rules.parse(feedback), schemes=tuple(schemes.items())
+        )
         choice._check_feedback()
         return choice
 
@@ -102,6 +115,7 @@ class CompressionConfig:
             "compression": format_spec(self.compressor),
             "overrides": ", ".join(f"{key}={format_spec(spec)}" for key, spec in self.overrides),
             "feedback": "by compressor" if self.feedback is None else format_rule(self.feedback),
+            "scheme": ", ".join(f"{pattern}={scheme}" for pattern, scheme in self.schemes),
         }
 
     def changes_at(self, step: int) -> bool:
@@ -110,11 +124,11 @@ class CompressionConfig:
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """ValueError if an override names no layer: it would be a mistyped one."""
-        for pattern, _ in self.overrides:
+        for pattern, _ in (*self.overrides, *self.schemes):
             if not fnmatch.filter(names, pattern):
                 shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
                 raise ValueError(
-                    f"override pattern {pattern!r} matches no parameter; the parameters are {shown}"
+                    f"pattern {pattern!r} matches no parameter; the parameters are {shown}"
                 )
 
     def compressor_of(self, layer: Layer) -> Compressor:
@@ -126,6 +140,13 @@ class CompressionConfig:
         if small and not isinstance(self.compressor, CastCompressor):
             return NoCompression()
         return self.compressor
+
+    def scheme_of(self, layer: Layer) -> str:
+        """The scheme of what one layer's compressor encodes, as text."""
+        return next(
+            (scheme for pattern, scheme in self.schemes if fnmatch.fnmatchcase(layer.name, pattern)),
+            DEFAULT_SCHEME,
+        )
 
     def _check_feedback(self) -> None:
         """ValueError if the rule cannot work with one of the compressors."""

@@ -34,7 +34,7 @@ from hvd_adaptive.comm.excepthook import name_this_rank
 from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.comm.watchdog import watch
 from hvd_adaptive.compressors import Compression
-from hvd_adaptive.config import CompressionConfig, Spec
+from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, Spec
 from hvd_adaptive.engine.elastic import ElasticReducer, follow, is_elastic
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.reducer import Reducer
@@ -58,6 +58,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     process_set: hvd.ProcessSet = hvd.global_process_set,
     *,
     feedback: str | Feedback | None = None,
+    scheme: str | Mapping[str, str] = DEFAULT_SCHEME,
     planner: str | Recipe | None = None,
     candidates: Sequence[Spec] = (),
     dense_steps: int = 0,
@@ -87,6 +88,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         process_set: the ranks to reduce over; other ranks step with their own gradients.
         feedback: ``"ef"``, ``"ef21"``, ``"dgc"`` or ``"none"``, with options as in ``"ef:decay=0.9"``,
             or None for what each compressor needs.
+        scheme: how what is encoded (sparsifiers, quantizers) meets: ``"allgather"``, where every rank
+            gets every rank's payload, or ``"two_shot"``, where each rank sums a shard and sends the sum
+            compressed again, so that traffic does not grow with the ranks; ``"two_shot:level=8"`` has
+            another level for the sums. Or schemes by parameter name pattern, as in
+            ``{"encoder.*": "two_shot"}``.
         planner: what chooses each layer's level during training: ``"lgreco"``, ``"lgreco-time"``,
             ``"kimad"``, ``"kimad+"``, ``"gravac"``, ``"accordion"``, ``"accordion+lgreco"``,
             ``"gravac+lgreco"`` or ``"cgx"``, with options as in ``"lgreco:period=200"``; None keeps the
@@ -147,6 +153,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             sparse_as_dense,
             process_set,
             feedback,
+            scheme,
             planner,
             candidates,
             dense_steps,
@@ -368,7 +375,9 @@ class _Methods:
             RuntimeError: gradients have arrived that have not been reduced.
         """
         self._reducer.configure(
-            lambda before: CompressionConfig.of(from_horovod(compression), overrides, before.feedback)
+            lambda before: CompressionConfig.of(
+                from_horovod(compression), overrides, before.feedback, dict(before.schemes)
+            )
         )
 
     def compression_state_dict(self) -> dict[str, Any]:

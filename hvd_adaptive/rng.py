@@ -15,6 +15,8 @@ import numpy.typing as npt
 _MASK = (1 << 64) - 1
 _LOW = (1 << 32) - 1
 
+OWNER = 1 << 32
+"""Added to the rank: the stream of what it compresses again for all ranks."""
 SHARED = -1
 """In the place of the rank: the stream that all ranks draw from together."""
 

@@ -189,7 +189,9 @@ def bytes_of(row: Row, sampled: Sequence[Gradients]) -> list[float]:
     for each in row.candidates:
         sparse = isinstance(each.compressor, DensityCompressor)
         level = min(each.level, density) if sparse else each.level
-        sizes.append(Candidate(each.compressor, level).link_bytes(row.layer, ranks=1))
+        sizes.append(
+            Candidate(each.compressor, level).link_bytes(row.layer, ranks=1, encoded="allgather")
+        )
     return sizes
 
 

@@ -23,12 +23,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import command_line, lab
 from benchmarks.report import report
+from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.transport import Transport
 
 STEP_TARGET = 1.03
 SHARE_TARGET = 0.05
@@ -72,8 +75,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 def measure_steps(title: str, rounds: int, block: int) -> dict[str, Any]:
     """Median step times of each optimizer on one model, blocks of steps in turn."""
-    import horovod.torch as hvd
-
     import hvd_adaptive as hva
 
     hva.init()
@@ -213,8 +214,6 @@ def _overhead(compression: str, layers: int, buckets: int, repeats: int) -> list
 
 def work(title: str, quick: bool, out: Path) -> None:
     """What every rank does."""
-    import horovod.torch as hvd
-
     figures = measure_steps(title, *(QUICK if quick else (ROUNDS, BLOCK)))
     if hvd.rank() == 0:
         out.write_text(json.dumps(figures))

@@ -47,7 +47,7 @@ def volume(collective: str, ranks: int, nbytes: float) -> float:
         [150.0, 300.0, 150.0, 200]
     """
     if collective in _SCHEMES:
-        return SCHEMES[_SCHEMES[collective]].link_bytes(nbytes, ranks)
+        return SCHEMES[_SCHEMES[collective]]().link_bytes(nbytes, ranks)
     return rounds(collective, ranks) * nbytes
 
 

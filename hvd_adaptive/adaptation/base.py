@@ -53,7 +53,7 @@ class Controller(Protocol):
 
     def attach(
         self,
-        layers: Sequence[tuple[Layer, Compressor]],
+        layers: Sequence[tuple[Layer, Compressor, str]],
         buckets: Mapping[str, int],
         other_bytes: float,
         dense_only: bool,
@@ -111,7 +111,7 @@ class NullController:
 
     def attach(
         self,
-        layers: Sequence[tuple[Layer, Compressor]],
+        layers: Sequence[tuple[Layer, Compressor, str]],
         buckets: Mapping[str, int],
         other_bytes: float,
         dense_only: bool,

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from hvd_adaptive.arrays import Float64s, Int64s
-from hvd_adaptive.collectives import planned_link_bytes
+from hvd_adaptive.collectives import planned_link_bytes, scheme_for
 from hvd_adaptive.compressors import CastCompressor, format_spec
 from hvd_adaptive.compressors.base import (
     CodecState,
@@ -39,9 +39,16 @@ class Candidate:
         """Bytes that one rank sends for a layer: exact, or a tested upper bound."""
         return self.compressor.wire_bytes(layer.numel, self.level, shape=layer.shape)
 
-    def link_bytes(self, layer: Layer, ranks: int) -> float:
-        """Bytes that one rank's link carries in one direction for a layer (ring algorithms)."""
-        return planned_link_bytes(self.payload_bytes(layer), self.compressor.payload_kind, ranks)
+    def link_bytes(self, layer: Layer, ranks: int, encoded: str) -> float:
+        """Bytes that one rank's link carries in one direction for a layer (ring algorithms).
+
+        Args:
+            layer: the layer.
+            ranks: how many there are.
+            encoded: the scheme of payloads that are encoded, as text.
+        """
+        scheme = scheme_for(self.compressor.payload_kind, encoded)
+        return planned_link_bytes(self.payload_bytes(layer), scheme, ranks)
 
     def nominal_factor(self, layer: Layer) -> float:
         """Compression factor as the papers count it: 100 for a density of 1 %, 8 for 4 bits."""

@@ -124,7 +124,7 @@ class AdaptationController:
 
     def attach(
         self,
-        layers: Sequence[tuple[Layer, Compressor]],
+        layers: Sequence[tuple[Layer, Compressor, str]],
         buckets: Mapping[str, int],
         other_bytes: float,
         dense_only: bool,
@@ -132,14 +132,17 @@ class AdaptationController:
         """Plan for these layers.
 
         Args:
-            layers: with their own compressors.
+            layers: with their own compressors, and the scheme of what is encoded.
             buckets: their buckets' indices.
             other_bytes: that the layers which nobody plans for put on this rank's link in a step.
             dense_only: in the warm-up.
         """
         self._buckets, self._other_bytes = dict(buckets), other_bytes
         self.idle = dense_only
-        if [(row.layer, row.own) for row in self._sampler.rows.values()] == list(layers):
+        known = self._sampler.rows.values()
+        if [(row.layer, row.own) for row in known] == [(layer, own) for layer, own, _ in layers]:
+            for row, (_, _, scheme) in zip(known, layers, strict=True):
+                row.use_scheme(scheme, self._ranks)
             return
         if self._averages is not None:
             self._averages()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
 from hvd_adaptive.arrays import Float64s
-from hvd_adaptive.collectives import planned_link_bytes
+from hvd_adaptive.collectives import planned_link_bytes, scheme_for
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import DENSE, CandidateTable, Measurement, Recipe, StepMeasurements
@@ -45,6 +45,7 @@ class LayerSamples:
 
     layer: Layer
     own: Compressor
+    scheme: str
     candidates: tuple[Candidate, ...]
     default: int
     link_bytes: Float64s
@@ -57,17 +58,30 @@ class LayerSamples:
 
     @classmethod
     def of(
-        cls, layer: Layer, own: Compressor, alternatives: Sequence[Compressor], ranks: int
+        cls,
+        layer: Layer,
+        own: Compressor,
+        scheme: str,
+        alternatives: Sequence[Compressor],
+        ranks: int,
     ) -> LayerSamples:
         """Nothing has been measured yet."""
         candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])))
         mine = [index for index, row in enumerate(candidates) if row.compressor == own]
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
-        sizes = np.array([row.link_bytes(layer, ranks) for row in candidates])
-        dense = planned_link_bytes(layer.nbytes, PayloadKind.SUMMABLE, ranks)
+        sizes = np.array([row.link_bytes(layer, ranks, scheme) for row in candidates])
+        dense = planned_link_bytes(layer.nbytes, scheme_for(PayloadKind.SUMMABLE), ranks)
         varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
         sums = np.zeros(len(candidates) + 1 + len(varying))
-        return cls(layer, own, candidates, default, sizes, dense, varying, sums)
+        return cls(layer, own, scheme, candidates, default, sizes, dense, varying, sums)
+
+    def use_scheme(self, scheme: str, ranks: int) -> None:
+        """Count with another scheme of what is encoded from now on."""
+        if scheme != self.scheme:
+            self.scheme = scheme
+            self.link_bytes = np.array(
+                [row.link_bytes(self.layer, ranks, scheme) for row in self.candidates]
+            )
 
     def sample(
         self, grad: Tensor, x: Tensor, energy: float, states: Mapping[Compressor, CodecState]
@@ -104,7 +118,7 @@ class LayerSamples:
         for index, payload in zip(self.varying, payloads, strict=True):
             if payload > 0:
                 kind = self.candidates[index].compressor.payload_kind
-                sizes[index] = planned_link_bytes(payload, kind, ranks)
+                sizes[index] = planned_link_bytes(payload, scheme_for(kind, self.scheme), ranks)
         return sizes
 
 

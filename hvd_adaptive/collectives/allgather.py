@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket, Segment
-from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.costs import Workload
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
-from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.wire import frame as wire
 
 
-class AllGather(Scheme):
+@dataclass(frozen=True)
+class AllGather(EncodedScheme):
     """One allgather of frames, one frame for each bucket and rank.
 
     Cost on a link: ``n - 1`` payloads, so it loses to a sum where there are many ranks.
     """
 
     name = "allgather"
-    carries = PayloadKind.ENCODED
 
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Encode, gather, decode; layers that are not finite on some rank send a mark instead."""
@@ -46,6 +47,11 @@ class AllGather(Scheme):
             _restore(bucket, encoded, local, encoded.finite & marks, io)
         io.feedback.finish(bucket, work, finite)
         hand_over(bucket, work, grads, io)
+
+    def seconds(self, work: Workload, ranks: int, link: LinkCosts) -> float:
+        """An allgather, and every rank's payload to add."""
+        carried = self.link_bytes(work.nbytes, ranks)
+        return link.allgather + link.allgather_byte * carried + work.sums(ranks)
 
     def link_bytes(self, payload: float, ranks: int) -> float:
         """As of one allgather."""

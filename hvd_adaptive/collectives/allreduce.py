@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.layers import PayloadKind
 
 
+@dataclass(frozen=True)
 class AllReduce(Scheme):
     """One allreduce for each round of the compressors.
 

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
+from hvd_adaptive.collectives.costs import Workload
+from hvd_adaptive.collectives.shards import Shards, cut, expected_bytes
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.feedback import FeedbackState, split
@@ -34,13 +37,27 @@ EnergyObserver: TypeAlias = Callable[[float, float], None]
 
 
 class Buffers:
-    """Buffers that a bucket needs at every step: offsets and, made on demand, a flat tensor."""
+    """Buffers that a bucket needs at every step: offsets and, made on demand, a flat tensor.
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    Args:
+        bucket: the bucket.
+        per_rank_levels: whether other ranks have other levels.
+    """
+
+    def __init__(self, bucket: Bucket, per_rank_levels: bool = False) -> None:
+        self._bucket, self._per_rank_levels = bucket, per_rank_levels
         sizes = [layer.numel for layer in bucket.layers]
         self.offsets: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
         self.dense_bytes = bucket.dense_bytes
+        self._shards: Shards | None = None
+
+    def shards(self, ranks: int) -> Shards:
+        """How the bucket is shared out among so many owners."""
+        if self._shards is None or len(self._shards.parts) != ranks:
+            even = [1.0] * len(self._bucket.layers)  # what ranks know alike, whatever their levels
+            weights = even if self._per_rank_levels else expected_bytes(self._bucket)
+            self._shards = cut(self._bucket, weights, ranks)
+        return self._shards
 
     @functools.cached_property
     def flat(self) -> Tensor:
@@ -113,13 +130,16 @@ class Scheme(ABC):
 
     Example:
         >>> from hvd_adaptive.collectives import SCHEMES
-        >>> {name: scheme.link_bytes(1000, ranks=4) for name, scheme in SCHEMES.items()}
-        {'allreduce': 1500.0, 'cast_two_shot': 1500.0, 'allgather': 3000.0, 'sparse': 3000.0}
+        >>> {name: scheme().link_bytes(1000, ranks=4) for name, scheme in SCHEMES.items()}
+        {'allreduce': 1500.0, 'cast_two_shot': 1500.0, 'allgather': 3000.0, 'two_shot': 1500.0,
+        'sparse': 3000.0}
     """
 
     name: ClassVar[str]
     carries: ClassVar[PayloadKind]
     """The payloads that it can reduce, as compressors declare them."""
+    recompresses: ClassVar[bool] = False
+    """Whether sums are compressed again, by the owner of a shard, who then keeps what that leaves."""
 
     @abstractmethod
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
@@ -140,6 +160,22 @@ class Scheme(ABC):
     @abstractmethod
     def link_bytes(self, payload: float, ranks: int) -> float:
         """Bytes on one rank's link in one direction, where each rank has ``payload`` bytes."""
+
+
+class EncodedScheme(Scheme):
+    """A scheme of payloads that must be decoded to be added: there are several to choose from."""
+
+    carries = PayloadKind.ENCODED
+
+    @abstractmethod
+    def seconds(self, work: Workload, ranks: int, link: LinkCosts) -> float:
+        """What reducing a bucket takes after its first compression, as far as schemes differ.
+
+        Args:
+            work: the bucket.
+            ranks: how many there are.
+            link: of the network between them.
+        """
 
 
 def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.layers import PayloadKind
 
 
+@dataclass(frozen=True)
 class CastTwoShot(Scheme):
     """Each rank sums one slice in float32, then all gather the slices.
 

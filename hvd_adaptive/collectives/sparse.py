@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket
@@ -10,6 +12,7 @@ from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.layers import PayloadKind
 
 
+@dataclass(frozen=True)
 class SparseAllGather(Scheme):
     """Every rank's indices and values go to every rank.
 

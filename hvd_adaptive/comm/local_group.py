@@ -22,6 +22,7 @@ from torch import Tensor
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.transport import Transport
 
@@ -238,6 +239,16 @@ class LocalTransport(Transport):
         """Number of ranks."""
         return self._rank.size
 
+    @property
+    def rank(self) -> int:
+        """Of these ranks."""
+        return self._rank.rank
+
+    def link_costs(self, prefix: str) -> LinkCosts:
+        """Those of a usual network: memory is none."""
+        del prefix
+        return LinkCosts.of_gigabit()
+
     def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
         """Start a collective."""
         del step
@@ -247,7 +258,8 @@ class LocalTransport(Transport):
             "alltoall": _alltoall,
             "sparse": self._sparse,
         }[request.operation]
-        return self._rank.start(name, request.tensor, combine)
+        contribution = request.tensor if request.splits is None else request
+        return self._rank.start(name, contribution, combine)
 
     def _allreduce(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Into all tensors, in their own dtype."""
@@ -300,10 +312,15 @@ def _allgather(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [gathered.clone() for _ in tensors]
 
 
-def _alltoall(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _alltoall(given: Sequence[Tensor | Request]) -> Sequence[Tensor]:
     """To each rank its slice of every rank's tensor."""
-    slices = [tensor.chunk(len(tensors)) for tensor in tensors]
-    return [torch.cat([each[rank] for each in slices]) for rank in range(len(tensors))]
+    slices = [
+        each.chunk(len(given))
+        if isinstance(each, Tensor)
+        else each.tensor.split(list(each.splits or ()))
+        for each in given
+    ]
+    return [torch.cat([each[rank] for each in slices]) for rank in range(len(given))]
 
 
 class LocalControl(Control):

@@ -17,12 +17,14 @@ class Request:
 
     Args:
         operation: ``allreduce`` (in place), ``allgather`` (along the first dimension, which may
-            differ between ranks), ``alltoall`` (equal slices) or ``sparse`` (a sparse tensor).
+            differ between ranks), ``alltoall`` or ``sparse`` (a sparse tensor).
         tensor: this rank's contribution, contiguous.
+        splits: of an alltoall, how many elements go to each rank; None sends equal slices.
     """
 
     operation: Operation
     tensor: Tensor
+    splits: tuple[int, ...] | None = None
 
 
 def operation_bytes(operation: Operation, sent: float, received: float, ranks: int) -> float:

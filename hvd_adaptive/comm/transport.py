@@ -9,9 +9,11 @@ from functools import partial
 from typing import TypeAlias
 
 import horovod.torch as hvd
+import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
+from hvd_adaptive.comm.link_costs import LinkCosts, measure_link
 from hvd_adaptive.comm.request import Request, nbytes_of, operation_bytes
 
 Handle: TypeAlias = int | Callable[[], Tensor]
@@ -92,6 +94,11 @@ class Transport:
         return int(self._process_set.size())
 
     @property
+    def rank(self) -> int:
+        """Of this process, among those of the process set."""
+        return int(self._process_set.rank())
+
+    @property
     def averages(self) -> bool:
         """Whether an allreduce averages; else it sums."""
         return bool(self._op == hvd.Average)
@@ -134,7 +141,10 @@ class Transport:
             case "allgather":
                 handle = partial(_flat, hvd.allgather_async(_uncached(tensor, step), **common))
             case "alltoall":
-                handle = partial(_flat, hvd.alltoall_async(_uncached(tensor, step), **common))
+                splits = None if request.splits is None else torch.IntTensor(request.splits)
+                handle = partial(
+                    _flat, hvd.alltoall_async(_uncached(tensor, step), splits=splits, **common)
+                )
             case "sparse":
                 handle = hvd.sparse_allreduce_async(tensor, op=self._op, **common)
         return handle
@@ -145,6 +155,10 @@ class Transport:
             result: Tensor = handle() if callable(handle) else hvd.synchronize(handle)
         return result
 
+    def link_costs(self, prefix: str) -> LinkCosts:
+        """What operations among these ranks cost, as they are now; all ranks call it."""
+        return measure_link(self, prefix)
+
     def traffic(self, request: Request, received: int) -> int:
         """Bytes that this rank puts on its link for an operation, in one direction.
 
@@ -153,6 +167,8 @@ class Transport:
             received: bytes of its result.
         """
         sent = nbytes_of(request.tensor)
+        if request.splits is not None:
+            return sent - request.splits[self.rank] * request.tensor.element_size()
         return int(operation_bytes(request.operation, sent, received, self.size))
 
 

@@ -11,11 +11,12 @@ sends to every rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
@@ -23,7 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive import rng
 from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.kernels.floats import CANCELLED
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire import WireError
 
@@ -169,6 +172,51 @@ class LayerBatch:
     state: CodecState | None = None
     dithers: npt.NDArray[np.uint64] | None = None
     rotation: int = 0
+    learns: bool = True
+    """Whether a :class:`Learner` that collects statistics looks at these layers, too."""
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self.levels)
+
+    def layers_of(self, edges: Int64s) -> Int64s:
+        """The layer of each piece between ``edges``, of which none goes across a layer's end."""
+        found: Int64s = np.searchsorted(self.offsets, edges[:-1], "right") - 1
+        return found
+
+    def cut(self, edges: Int64s) -> LayerBatch:
+        """Pieces of the layers as layers of their own, with their own random numbers.
+
+        Args:
+            edges: ``int64[P + 1]``, in the places of the offsets.
+        """
+        owners = self.layers_of(edges)
+        begins = edges[:-1] - np.asarray(self.offsets)[owners]
+        rows = list(zip(owners.tolist(), begins.tolist(), np.diff(edges).tolist(), strict=True))
+        grads, keys, dithers = self.grads, self.keys, self.dithers
+        if grads is not None:
+            grads = [grads[layer].view(-1)[start : start + size] for layer, start, size in rows]
+        if keys is not None:
+            # a layer that is whole draws as if nothing were cut
+            keys = np.array(
+                [
+                    int(keys[layer]) if not start else rng.mix(int(keys[layer]) ^ start)
+                    for layer, start, _ in rows
+                ],
+                np.uint64,
+            )
+        if dithers is not None:
+            dithers = dithers[owners]
+        levels = [self.levels[layer] for layer in owners.tolist()]
+        return replace(
+            self,
+            offsets=edges,
+            levels=levels,
+            grads=grads,
+            keys=keys,
+            dithers=dithers,
+            reserve=0,
+        )
 
 
 class Compressor(ABC):
@@ -494,6 +542,50 @@ class GatheredCompressor(Compressor):
         Returns:
             The bytes (uint8, ``reserve`` + body) and what was seen on the way.
         """
+
+    def compress_shards_(
+        self, batch: LayerBatch, shards: Sequence[Int64s]
+    ) -> tuple[list[Tensor], LayerStats]:
+        """As :meth:`compress_layers_`, for several receivers of which each gets a part of the elements.
+
+        Args:
+            batch: the layers; nothing is reserved in front.
+            shards: of each receiver, ``int64[P + 1]``: the edges of its pieces in ``x``, rising, none
+                across a layer's end; they go on where the receiver before ends. Without pieces, an
+                array of one edge or none.
+
+        Returns:
+            A body for each receiver, whose layers are its pieces, and what was seen, by layer. A piece
+            of a layer that is not finite may hold values; another one then holds the mark.
+        """
+        parts = [batch.cut(edges) for edges in shards if len(edges) > 1]
+        bodies, seen = zip(*[self.compress_layers_(part) for part in parts], strict=True)
+        owners = np.concatenate([batch.layers_of(part.offsets) for part in parts])
+        totals = LayerStats(*(np.zeros(len(batch.levels), kind) for kind in (float, float, bool)))
+        np.add.at(totals.energy, owners, np.concatenate([stats.energy for stats in seen]))
+        np.add.at(totals.sent, owners, np.concatenate([stats.sent for stats in seen]))
+        nonfinite = np.concatenate([stats.nonfinite for stats in seen])
+        totals.nonfinite[owners[nonfinite]] = True
+        if nonfinite.any():
+            undo = np.split(totals.nonfinite[owners] & ~nonfinite, np.cumsum([*map(len, parts)])[:-1])
+            for part, body, pieces in zip(parts, bodies, undo, strict=True):
+                self._take_back(part, body, np.flatnonzero(pieces).tolist())
+        found, nothing = iter(bodies), torch.zeros(0, dtype=torch.uint8, device=batch.x.device)
+        return [next(found) if len(edges) > 1 else nothing for edges in shards], totals
+
+    def _take_back(self, part: LayerBatch, body: Tensor, pieces: Sequence[int]) -> None:
+        """Undo the compression of some pieces, whose layer is not finite in another piece."""
+        if not pieces:
+            return
+        edges = part.offsets.tolist()
+        own = [torch.zeros(end - start) for start, end in itertools.pairwise(edges)]
+        own = [each.to(part.x.device) for each in own]
+        self.decompress_layers_add_(body, own, 1.0)
+        for piece in pieces:
+            back = part.x[edges[piece] : edges[piece + 1]].add_(own[piece])
+            if part.grads is not None:
+                back.sub_(part.grads[piece])
+                back[back.abs() <= CANCELLED * part.grads[piece].abs()] = 0.0
 
     @abstractmethod
     def decompress_layers_add_(

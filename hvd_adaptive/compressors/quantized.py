@@ -109,7 +109,7 @@ class Quantizer(GatheredCompressor):
         bits = np.array([self._bits(level) for level in batch.levels], np.int64)
         state, reserve = batch.state, batch.reserve
         tables = self.tables(bits.tolist(), state)
-        if isinstance(state, LearnedLevels) and state.collecting:
+        if isinstance(state, LearnedLevels) and state.collecting and batch.learns:
             _observe(state, batch)
         codebooks = [Codebook(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
         front = quantized.write_codebooks(codebooks if self.rule.carried else [])

@@ -6,6 +6,7 @@ All of them send the largest elements; what differs is the rule for how many (se
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,6 +111,30 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
             whole=self.whole_model,
         )
         return body, _layer_stats(stats)
+
+    @final
+    def compress_shards_(
+        self, batch: LayerBatch, shards: Sequence[Int64s]
+    ) -> tuple[list[Tensor], LayerStats]:
+        """One selection from each layer, whoever receives it; see :class:`GatheredCompressor`."""
+        counts, thresholds = self._selection(batch.offsets, batch.levels)
+        # a model that is one vector has one body a receiver, with no cuts at the ends of layers
+        edges = [each[[0, -1]] if self.whole_model and len(each) > 1 else each for each in shards]
+        cuts = np.unique(np.concatenate([np.asarray(batch.offsets)[[0, -1]], *edges]))
+        data, stats, ends = kernels.for_device(batch.x.device).sparse.compress_cut_(
+            batch.x,
+            batch.offsets,
+            counts,
+            self.format,
+            cuts,
+            batch.grads,
+            rule=self.rule,
+            thresholds=thresholds,
+            whole=self.whole_model,
+        )
+        stops = np.concatenate([[0], ends])[np.cumsum([max(0, len(each) - 1) for each in edges])]
+        starts = [0, *stops.tolist()]
+        return [data[a:b] for a, b in itertools.pairwise(starts)], _layer_stats(stats)
 
     @final
     def decompress_layers_add_(

@@ -191,6 +191,7 @@ class ElasticReducer(Reducer):
         """What must go back with the weights, for :meth:`go_back`."""
         return {
             "kept": self._feedback.state_dict(),
+            "owned": self._feedback.owned(),
             "rates": dict(self._feedback.context.rates),
             "steps": self.steps,
             "progress": progress_of(self._codecs, self._progress),
@@ -199,7 +200,7 @@ class ElasticReducer(Reducer):
     def go_back(self, commit: Mapping[str, Any]) -> None:
         """Continue from a commit; Horovod may be down, and nothing is asked of other ranks."""
         self.leave()
-        self._feedback.replace(copied(commit["kept"]), commit["rates"])
+        self._feedback.replace(copied(commit["kept"]), commit["rates"], commit["owned"])
         self.steps = commit["steps"]
         self._codecs.by_key.clear()
         restore_progress(commit["progress"], self._codecs, self._progress)
@@ -315,4 +316,5 @@ def _written(config: CompressionConfig) -> dict[str, Any]:
         "compression": format_spec(config.compressor),
         "overrides": {pattern: format_spec(each) for pattern, each in config.overrides},
         "feedback": None if config.feedback is None else format_rule(config.feedback),
+        "scheme": dict(config.schemes),
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.buckets import Bucket
-from hvd_adaptive.collectives import scheme_for
+from hvd_adaptive.collectives import scheme_named
 from hvd_adaptive.collectives.base import BucketIO, Buffers, Steps
 from hvd_adaptive.comm.request import Request, nbytes_of
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Transport
@@ -62,17 +62,23 @@ class Exchange:
         self._feedback: Mapping[int, FeedbackState] = {}
         self._buffers: dict[int, Buffers] = {}
 
-    def attach(self, buckets: Sequence[Bucket], feedback: Mapping[int, FeedbackState]) -> None:
+    def attach(
+        self,
+        buckets: Sequence[Bucket],
+        feedback: Mapping[int, FeedbackState],
+        per_rank_levels: bool = False,
+    ) -> None:
         """Use these buckets from now on.
 
         Args:
             buckets: in launch order.
             feedback: what is kept of each bucket, by its index.
+            per_rank_levels: whether other ranks have buckets of other levels.
         """
         if self._inflight:
             raise RuntimeError("buckets cannot be changed while their collectives are under way")
         self._feedback = feedback
-        self._buffers = {bucket.index: Buffers(bucket) for bucket in buckets}
+        self._buffers = {bucket.index: Buffers(bucket, per_rank_levels) for bucket in buckets}
         self.codec_states.add_for(part.compressor for each in buckets for part in each.segments)
 
     def begin_step(self, step: int) -> None:
@@ -90,7 +96,7 @@ class Exchange:
         """
         started = perf_counter()
         io = self._io(bucket)
-        steps = scheme_for(bucket.kind).run(bucket, grads, io)
+        steps = scheme_named(bucket.scheme).run(bucket, grads, io)
         request = next(steps)
         self.meter.bucket(bucket.index, compress=perf_counter() - started, dense=io.buffers.dense_bytes)
         self._submit(bucket, steps, request, round_=0)

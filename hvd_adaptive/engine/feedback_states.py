@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_adaptive import feedback
 from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.collectives import scheme_named
 from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.feedback import (
     RESIDUAL,
@@ -19,6 +20,7 @@ from hvd_adaptive.feedback import (
     copied,
 )
 from hvd_adaptive.feedback.base import ReduceBuffer
+from hvd_adaptive.feedback.owned import OwnedPieces
 from hvd_adaptive.layers import Layer
 
 
@@ -39,6 +41,7 @@ class FeedbackStates:
         self._observing: tuple[str, ...] = ()
         self._carried: LayerStates = {}
         self._sent_carried: dict[int, tuple[str, Tensor]] = {}
+        self._loaded: OwnedPieces = {}
 
     def attach(self, buckets: Sequence[Bucket]) -> dict[int, FeedbackState]:
         """Keep what these buckets need from now on; what is kept of each layer moves with it.
@@ -46,6 +49,7 @@ class FeedbackStates:
         Returns:
             The state of each bucket, by its index.
         """
+        self._keep_owned(buckets)
         kept = self.kept()
         for name in dict.fromkeys([*self._states, *(bucket.feedback for bucket in buckets)]):
             if name not in self._states:
@@ -56,7 +60,28 @@ class FeedbackStates:
         used = {bucket.feedback for bucket in buckets}
         self._observing = tuple(sorted(name for name in used if self._rules[name].needs_all))
         self._carried = {name: slots for name, slots in kept.items() if RESIDUAL in slots}
+        self._take_loaded(buckets)
+        self._keep_owned(buckets)
         return {bucket.index: self._states[bucket.feedback] for bucket in buckets}
+
+    def _keep_owned(self, buckets: Sequence[Bucket]) -> None:
+        """Hand back what this rank owns of sums that are no longer compressed again."""
+        twice = [bucket for bucket in buckets if scheme_named(bucket.scheme).recompresses]
+        for name, state in self._states.items():
+            state.keep_owned([bucket for bucket in twice if bucket.feedback == name])
+
+    def _take_loaded(self, buckets: Sequence[Bucket]) -> None:
+        """Give the layers' states what was owned where the run was saved."""
+        for layer, rule in ((layer, each.feedback) for each in buckets for layer in each.layers):
+            pieces = self._loaded.pop(layer.name, [])
+            state = self._states[rule]
+            if state.slots:
+                state.load_owned({layer.name: pieces})
+                continue
+            for start, piece in pieces:
+                slots = self._carried.setdefault(layer.name, {})
+                residual = slots.setdefault(RESIDUAL, torch.zeros(layer.numel, device=layer.device))
+                residual[start : start + piece.numel()] += piece
 
     def kept(self) -> LayerStates:
         """What is kept of each layer, 1-D by layer and slot: views, not copies."""
@@ -66,12 +91,23 @@ class FeedbackStates:
                 kept.setdefault(name, {}).update(slots)
         return kept
 
-    def replace(self, kept: LayerStates, rates: Mapping[str, float]) -> None:
+    def owned(self) -> OwnedPieces:
+        """A copy of what this rank owns of sums that were compressed again, by layer."""
+        owned = {name: list(pieces) for name, pieces in self._loaded.items() if pieces}
+        for state in self._states.values():
+            for name, pieces in state.owned_pieces().items():
+                owned.setdefault(name, []).extend(pieces)
+        return {name: [(start, piece.clone()) for start, piece in owned[name]] for name in owned}
+
+    def replace(
+        self, kept: LayerStates, rates: Mapping[str, float], owned: OwnedPieces | None = None
+    ) -> None:
         """Keep this of each layer, and nothing else; buckets must be attached again."""
         self.context.rates.clear()
         self.context.rates.update(rates)
         self._states = {}
         self._carried = kept
+        self._loaded = {name: list(pieces) for name, pieces in (owned or {}).items()}
 
     def state_dict(self) -> LayerStates:
         """A copy of what is kept of each layer."""
@@ -119,7 +155,11 @@ class FeedbackStates:
         return (whole if estimates else local), whole
 
     def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> None:
-        """Ranks have come or gone: see :meth:`FeedbackState.merge_ranks`."""
+        """Ranks have come or gone: see :meth:`FeedbackState.merge_ranks`.
+
+        Shards have other owners then: what this rank owned goes with its own gradients first.
+        """
+        self._states[bucket.feedback].keep_owned([])
         self._states[bucket.feedback].merge_ranks(bucket, reduce, fresh)
 
     # --- carried residuals ------------------------------------------------------------------------

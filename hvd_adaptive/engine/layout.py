@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hvd_adaptive.adaptation.base import Assignment, Controller
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.buckets import Bucket, Route, build_buckets, check_gathered
-from hvd_adaptive.collectives import planned_link_bytes
+from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.config import CompressionConfig, ReducerOptions
@@ -20,7 +20,8 @@ from hvd_adaptive.engine.launch_order import LaunchOrder
 from hvd_adaptive.engine.layer_agreement import agree_on_layers, report_layers
 from hvd_adaptive.engine.learning_rates import LearningRates
 from hvd_adaptive.engine.routing import make_plan, routes_of
-from hvd_adaptive.layers import PayloadKind
+from hvd_adaptive.engine.scheme_choice import SchemeChoice
+from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import Plan
 
 
@@ -78,6 +79,7 @@ class Layout:
         self._feedback = feedback
         self._progress = progress
         self._agreed_ranks = 0
+        self._schemes = SchemeChoice(exchange.transport, control, f"{exchange.prefix}.schemes")
         layers = hooks.layers()
         config.check_patterns([layer.name for layer in layers])
         self.plan: Plan = make_plan(layers, routes_of(config, layers, self.sparse), version=0, step=0)
@@ -100,6 +102,7 @@ class Layout:
 
     def forget_ranks(self) -> None:
         """Ranks must agree again."""
+        self._schemes.forget_ranks()
         self._agreed_ranks = 0
 
     def agree(self, arrivals: Sequence[int], seen_sparse: set[str]) -> None:
@@ -130,10 +133,15 @@ class Layout:
         step, rounds = self.steps, self._progress.rounds
         routes = routes_of(self.config, layers, sparse, max(0, step), warmup=step < 0)
         groups = grouped(self._options.groups, list(by_name))
-        buckets = build_buckets(layers, routes, self._options.bucket_cap_bytes, groups)
+        planned = build_buckets(layers, routes, self._options.bucket_cap_bytes, groups)
+        buckets = self._schemes.choose(planned, self.controller.per_rank_levels)
+        for bucket in buckets:
+            for layer in bucket.layers:
+                routes[layer.name] = replace(routes[layer.name], scheme=bucket.scheme)
         check_gathered(buckets, self._control.size)
         self.launches.set(buckets)
-        self._exchange.attach(buckets, self._feedback.attach(buckets))
+        states = self._feedback.attach(buckets)
+        self._exchange.attach(buckets, states, self.controller.per_rank_levels)
         self._exchange.meter.scalar("memory/feedback_bytes", self._feedback.nbytes, rounds)
         if self.controller.plans:
             self._attach_controller(buckets, routes, step < 0)
@@ -141,7 +149,9 @@ class Layout:
         in_order = [layer for name, layer in by_name.items() if name in routes]
         version, per_rank = self.plan.version + 1, self.controller.per_rank_levels
         expected = self.controller.expected
-        self.plan = make_plan(in_order, routes, version, rounds, expected, per_rank)
+        self.plan = make_plan(
+            in_order, routes, version, rounds, expected, per_rank, self._schemes.reasons
+        )
         self._exchange.meter.plan(self.plan, rounds)
 
     def _attach_controller(
@@ -152,7 +162,7 @@ class Layout:
     ) -> None:
         """Tell it which layers it may decide on: those that the user's choice compresses by itself."""
         layers = [
-            (layer, own)
+            (layer, own, self._scheme_of(layer, routes))
             for layer in self._hooks.layers()
             if layer.name not in self.sparse
             and not isinstance(own := self.config.compressor_of(layer), CastCompressor)
@@ -160,7 +170,7 @@ class Layout:
         ]
         places = {layer.name: bucket.index for bucket in buckets for layer in bucket.layers}
         mine = [row for row in layers if row[0].name in places]
-        planned = {layer.name for layer, _ in mine}
+        planned = {layer.name for layer, *_ in mine}
         others = [
             layer
             for bucket in buckets
@@ -169,10 +179,20 @@ class Layout:
         ]
         rows = make_plan(others, routes, version=0, step=0)
         bytes_of_others = sum(
-            planned_link_bytes(row.wire_bytes, routes[row.layer].kind, self._control.size)
-            for row in rows
+            planned_link_bytes(row.wire_bytes, row.scheme, self._control.size) for row in rows
         )
         self.controller.attach(mine, places, bytes_of_others, idle)
+
+    def _scheme_of(self, layer: Layer, routes: Mapping[str, Route]) -> str:
+        """The scheme that planners count with for what is encoded of a layer."""
+        scheme = self.config.scheme_of(layer)
+        if scheme != AUTO:
+            return scheme
+        route = routes.get(layer.name)
+        if route is not None and route.kind is PayloadKind.ENCODED:
+            return route.scheme
+        chosen = [each.scheme for each in routes.values() if each.kind is PayloadKind.ENCODED]
+        return chosen[0] if chosen else scheme_for(PayloadKind.ENCODED)
 
     def switch(self, assignments: Mapping[str, Assignment] | None) -> None:
         """Compress as planned from the next gradient on; None changes nothing. All ranks call it.

@@ -9,6 +9,7 @@ import torch
 
 from hvd_adaptive import feedback as feedback_rules
 from hvd_adaptive.buckets import ALONE_BYTES, Route
+from hvd_adaptive.collectives import scheme_for
 from hvd_adaptive.compressors import (
     CastCompressor,
     Compressor,
@@ -52,7 +53,7 @@ def routes_of(
 def _route(config: CompressionConfig, layer: Layer, sparse: bool, step: int) -> Route:
     if sparse:
         none = NoCompression()
-        return Route(none, none.level, PayloadKind.SPARSE, layer.dtype)
+        return Route(none, none.level, PayloadKind.SPARSE, scheme_for(PayloadKind.SPARSE), layer.dtype)
     compressor, level = _assigned(config, layer, step)
     rule = config.feedback or (ErrorFeedback() if compressor.biased else NoFeedback())
     if isinstance(compressor, NoCompression) and not rule.for_dense:
@@ -61,6 +62,7 @@ def _route(config: CompressionConfig, layer: Layer, sparse: bool, step: int) -> 
         compressor,
         level,
         compressor.payload_kind,
+        scheme_for(compressor.payload_kind, config.scheme_of(layer)),
         wire_dtype(compressor, layer),
         format_rule(rule),
     )
@@ -86,6 +88,7 @@ def _dense(layer: Layer, route: Route) -> Route:
         none,
         none.level,
         none.payload_kind,
+        scheme_for(none.payload_kind),
         wire_dtype(none, layer),
         route.feedback if follows else NoFeedback.name,
     )
@@ -98,14 +101,14 @@ def _merge_into_feedback_buckets(layers: Sequence[Layer], routes: dict[str, Rout
     allgather and one allreduce per round for each bucket. Large dense layers still are sent alone.
     """
     hosts = {
-        (route.kind, route.wire_dtype): route.feedback
+        (route.scheme, route.wire_dtype): route.feedback
         for route in routes.values()
         if _rule_of(route).hosts_others and not isinstance(route.compressor, CastCompressor)
     }
     joined = dict(routes)
     for layer in layers:
         route = routes[layer.name]
-        host = hosts.get((route.kind, route.wire_dtype))
+        host = hosts.get((route.scheme, route.wire_dtype))
         alone = isinstance(route.compressor, CastCompressor) and layer.nbytes >= ALONE_BYTES
         if host is not None and not _rule_of(route).keeps and not alone:
             joined[layer.name] = replace(route, feedback=host, keeps=False)
@@ -157,11 +160,22 @@ def make_plan(
     step: int,
     expected: Mapping[str, Expected] | None = None,
     per_rank_levels: bool = False,
+    reasons: tuple[str, ...] = (),
 ) -> Plan:
-    """The routes as a plan; ``expected`` is what a planner foresees of some layers, by name."""
+    """The routes as a plan.
+
+    Args:
+        layers: of the plan.
+        routes: of the layers, by name.
+        version: of the plan.
+        step: at which it takes effect.
+        expected: what a planner foresees of some layers, by name.
+        per_rank_levels: whether other ranks have other levels.
+        reasons: why schemes were chosen.
+    """
     foreseen = expected or {}
     rows = (_row(layer, routes[layer.name], foreseen.get(layer.name)) for layer in layers)
-    return Plan(tuple(rows), version, step, per_rank_levels)
+    return Plan(tuple(rows), version, step, per_rank_levels, reasons)
 
 
 def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:
@@ -172,5 +186,13 @@ def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:
     spec = "sparse" if route.kind is PayloadKind.SPARSE else format_spec(route.compressor)
     error, energy = expected or (None, None)
     return LayerPlan(
-        layer.name, layer.shape, spec, route.level, wire_bytes, layer.nbytes, error, energy
+        layer.name,
+        layer.shape,
+        spec,
+        route.level,
+        route.scheme,
+        wire_bytes,
+        layer.nbytes,
+        error,
+        energy,
     )

@@ -33,6 +33,7 @@ def state_of(
             for layer in bucket.layers[segment.start : segment.stop]
         },
         "kept": feedback.state_dict(),
+        "owned": feedback.owned(),
         "rates": dict(feedback.context.rates),
         "planned": {
             name: [None if compressor is None else format_spec(compressor), level]
@@ -70,7 +71,7 @@ def restore_layers(
         layout.config = replace(layout.config, planned=checkpoint.planned(state))
     laid_out = layout.buckets is not None
     layout.order = layout.order if laid_out else list(state["order"])
-    feedback.replace(_on_devices(state["kept"], hooks), state["rates"])
+    feedback.replace(_on_devices(state["kept"], hooks), state["rates"], state["owned"])
     if laid_out:
         layout.build()
 

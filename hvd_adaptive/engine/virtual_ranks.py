@@ -14,7 +14,7 @@ from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.config import CompressionConfig, ReducerOptions, Spec
+from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, ReducerOptions, Spec
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.feedback import Feedback
@@ -36,6 +36,7 @@ class VirtualRanks:
         named_parameters: names of the model's parameters, the same objects as in its optimizer.
         compression: as of ``DistributedOptimizer``, like all that follows.
         feedback: rule for what was left out.
+        scheme: how what is encoded meets.
         planner: what chooses levels.
         candidates: compressors that it may choose, too.
         overrides: compressors by name pattern.
@@ -62,6 +63,7 @@ class VirtualRanks:
         compression: Spec = "none",
         *,
         feedback: str | Feedback | None = None,
+        scheme: str | Mapping[str, str] = DEFAULT_SCHEME,
         planner: str | Recipe | None = None,
         candidates: Sequence[Spec] = (),
         overrides: Mapping[str, Spec] | None = None,
@@ -74,7 +76,7 @@ class VirtualRanks:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
         self.group = LocalGroup(size)
         self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
-        choice = CompressionConfig.of(compression, overrides, feedback)
+        choice = CompressionConfig.of(compression, overrides, feedback, scheme)
         options = ReducerOptions(
             dense_steps=dense_steps,
             bucket_cap_bytes=bucket_cap_mb * (1 << 20),

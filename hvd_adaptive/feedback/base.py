@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.feedback.owned import OwnedPieces, OwnedResiduals
 from hvd_adaptive.layers import Layer
 
 LayerStates: TypeAlias = dict[str, dict[str, Tensor]]
@@ -105,6 +106,7 @@ class FeedbackState(ABC):
         self._dtype = dtype
         self._flats: dict[tuple[str, int], Tensor] = {}
         self._buckets: tuple[Bucket, ...] = ()
+        self._owned = OwnedResiduals()
 
     def attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
         """Make buffers for ``buckets``; take from ``kept`` what belongs in them.
@@ -149,11 +151,40 @@ class FeedbackState(ABC):
     @property
     def nbytes(self) -> int:
         """Memory of the buffers."""
-        return sum(flat.nbytes for flat in self._flats.values())
+        return sum(flat.nbytes for flat in self._flats.values()) + self._owned.nbytes
 
     def views(self, slot: str, bucket: Bucket) -> list[Tensor]:
         """The layers in one of the bucket's buffers."""
         return split(self._flats[slot, bucket.index], bucket.layers)
+
+    # --- of the shard that this rank owns ---------------------------------------------------------
+
+    def owned(self, bucket: Bucket, start: int, stop: int) -> Tensor | None:
+        """What has not been passed on of the sum of elements ``start:stop`` of the bucket.
+
+        Returns:
+            1-D float32, in the units of a sum over the ranks, for a scheme to compress with the next
+            sum and to leave the remainder in; None where nothing is kept.
+        """
+        return self._owned.of(bucket, start, stop, self._hand_back) if self.slots else None
+
+    def keep_owned(self, buckets: Sequence[Bucket]) -> None:
+        """Hand back what is owned of other buckets than these: it goes with this rank's gradients."""
+        self._owned.keep_only(buckets, self._hand_back)
+
+    def owned_pieces(self) -> OwnedPieces:
+        """All that is owned, by layer: views."""
+        return self._owned.pieces()
+
+    def load_owned(self, pieces: OwnedPieces) -> None:
+        """Own these pieces, too; what fits no shard any more is handed back."""
+        self._owned.load(pieces)
+
+    def _hand_back(self, name: str, start: int, piece: Tensor) -> None:
+        for bucket in self._buckets:
+            for layer, view in zip(bucket.layers, self.views(self.slots[0], bucket), strict=True):
+                if layer.name == name:
+                    view[start : start + piece.numel()].add_(piece)
 
     def observe_all(self, grads: Mapping[int, Tensor]) -> None:
         """Look at all gradients (by layer index) before the first bucket begins."""

@@ -94,6 +94,40 @@ class SparseKernels(Protocol):
             ValueError: the arguments do not fit together.
         """
 
+    def compress_cut_(
+        self,
+        x: Tensor,
+        offsets: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        values: ValueFormat,
+        cuts: npt.NDArray[np.int64],
+        grads: Sequence[Tensor] | None = None,
+        rule: SelectionRule = SelectionRule.topk,
+        thresholds: npt.NDArray[np.float32] | None = None,
+        whole: bool = False,
+    ) -> tuple[Tensor, npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """As :func:`compress_`, but what is selected of a layer is encoded for several receivers.
+
+        Each piece is encoded as if it were a layer of its own. int8's scales and sign's means are those
+        of the piece; with other formats the remainder is that of :func:`compress_`.
+
+        Args:
+            x: as for :func:`compress_`, like all that is not named here, and the errors.
+            offsets: of the layers.
+            counts: of the layers.
+            values: how values are sent.
+            cuts: ``int64[P + 1]``, rising from the first offset to the last: piece ``p`` is
+                ``x[cuts[p]:cuts[p + 1]]``. All offsets are among them, but where ``whole``.
+            grads: of the layers.
+            rule: how many to send.
+            thresholds: of the layers.
+            whole: the layers are one vector to select from.
+
+        Returns:
+            ``(data, stats, ends)``: the pieces one after the other; stats as from :func:`compress_`,
+            by layer; and ``int64[P]``, where each piece ends in ``data``.
+        """
+
     def decompress_add_(
         self,
         body: Tensor,

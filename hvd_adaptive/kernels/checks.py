@@ -39,6 +39,19 @@ def check_layers(
     return offsets, counts
 
 
+def check_cuts(
+    offsets: npt.NDArray[np.int64], cuts: npt.NDArray[np.int64], whole: bool
+) -> npt.NDArray[np.int64]:
+    """``cuts`` as contiguous int64; ValueError unless they cut the layers, or their one vector."""
+    cuts = np.ascontiguousarray(cuts, dtype=np.int64)
+    ends = offsets[[0, -1]] if whole else offsets
+    if cuts.ndim != 1 or (np.diff(cuts) <= 0).any() or not np.isin(ends, cuts).all():
+        raise ValueError("cuts must rise, and hold all ends of what is selected from together")
+    if len(cuts) and (cuts[0] != ends[0] or cuts[-1] != ends[-1]):
+        raise ValueError(f"cuts go from {ends[0]} to {ends[-1]}, got {cuts[0]} to {cuts[-1]}")
+    return cuts
+
+
 @functools.lru_cache(maxsize=256)
 def _checked_sizes(offsets: bytes, counts: bytes, whole: bool, numel: int) -> tuple[int, ...]:
     """The sizes of the layers of a tensor; ValueError if they do not fit it.

@@ -22,6 +22,7 @@ class LayerPlan:
         shape: its shape.
         compressor: specification of the compressor, as text.
         level: density, bits or rank.
+        scheme: how payloads meet: the collective scheme, as text.
         wire_bytes: bytes that one rank sends for it in a step (an upper bound, close to it).
         dense_bytes: bytes of the gradient itself.
         error: expected squared L2 error of compressing its gradient; None where no planner measured it.
@@ -32,6 +33,7 @@ class LayerPlan:
     shape: tuple[int, ...]
     compressor: str
     level: float
+    scheme: str
     wire_bytes: int
     dense_bytes: int
     error: float | None = None
@@ -54,12 +56,14 @@ class Plan:
         version: counts the plans of a run.
         step: the step at which it takes effect.
         per_rank_levels: whether the levels and bytes are of this rank only; other ranks have others.
+        reasons: why schemes were chosen: what was foreseen of each bucket, a line each.
     """
 
     layers: tuple[LayerPlan, ...]
     version: int = 0
     step: int = 0
     per_rank_levels: bool = False
+    reasons: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -101,6 +105,7 @@ class Plan:
                 "shape": list(row.shape),
                 "compressor": row.compressor,
                 "level": row.level,
+                "scheme": row.scheme,
                 "wire_bytes": row.wire_bytes,
                 "dense_bytes": row.dense_bytes,
                 "gain": row.gain,
@@ -108,7 +113,12 @@ class Plan:
             }
             for row in self.layers
         ]
-        return {"version": self.version, "digest": self.digest, "layers": layers}
+        return {
+            "version": self.version,
+            "digest": self.digest,
+            "layers": layers,
+            "reasons": list(self.reasons),
+        }
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -116,16 +126,19 @@ class Plan:
     def __str__(self) -> str:
         """A table of the layers and their total.
 
-        Layer, shape, compressor, level, bytes on the wire, their share of the dense bytes; and, where
-        a planner measured them, gain (share of the gradient's energy that is sent) and share of the
-        error.
+        Layer, shape, compressor, scheme, level, bytes on the wire, their share of the dense bytes; and,
+        where a planner measured them, gain (share of the gradient's energy that is sent) and share of
+        the error.
         """
-        rows = [("layer", "shape", "compressor", "level", "bytes", "of dense", "gain", "of error")]
+        rows = [
+            ("layer", "shape", "compressor", "scheme", "level", "bytes", "of dense", "gain", "of error")
+        ]
         rows += [
             (
                 row.layer,
                 "x".join(map(str, row.shape)) or "scalar",
                 row.compressor,
+                row.scheme,
                 f"{row.level:g}",
                 f"{row.wire_bytes:,}",
                 _share(row.wire_bytes, row.dense_bytes),
@@ -135,15 +148,16 @@ class Plan:
             for row in self.layers
         ]
         total = _share(self.wire_bytes, self.dense_bytes)
-        rows.append(("total", "", "", "", f"{self.wire_bytes:,}", total, "", ""))
+        rows.append(("total", "", "", "", "", f"{self.wire_bytes:,}", total, "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
+        lines = [
             "  ".join(
-                cell.ljust(width) if column < 3 else cell.rjust(width)
+                cell.ljust(width) if column < 4 else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, *self.reasons])
 
 
 def _share(part: int, whole: int) -> str:

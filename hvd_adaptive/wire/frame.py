@@ -3,7 +3,8 @@
 Everything is little endian. A **body** is the layers of one bucket one after the other; a **frame** is
 a 16-byte header and the body: magic ``u16``, version ``u8``, flags ``u8`` (1: a layer was not finite),
 bytes of the body ``u32``, bucket index ``u32``, number of layers ``u32``. A rank whose frame would be
-too large for the gathering sends one with the flag 2 in its place, whose body is the size as ``u64``.
+too large for the gathering sends one with the flag 2 in its place, whose body is the size as ``u64``;
+one that could not do its part sends one with the flag 4, whose body says why, in UTF-8.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ MAGIC = 0x4148  # "HA"
 VERSION = 3
 HEADER = struct.Struct("<HBBIII")
 HEADER_BYTES = HEADER.size
+_REASON_BYTES = 1000
 _SIZE, _PART = struct.Struct("<Q"), struct.Struct("<I")
 MAX_BODY_BYTES = 2**32 - 1
 MAX_GATHERED_BYTES = 2**31 - 1
 """What all ranks together may gather: MPI's counts and displacements are 32-bit, and beyond them it
 writes to the wrong places."""
-NONFINITE, TOO_LARGE = 1, 2
+NONFINITE, TOO_LARGE, REFUSED = 1, 2, 4
 """Flags of a frame."""
 
 
@@ -65,6 +67,18 @@ def too_large(size: int, bucket: int, layers: int) -> Tensor:
     """
     header = HEADER.pack(MAGIC, VERSION, TOO_LARGE, _SIZE.size, bucket, layers)
     return torch.frombuffer(bytearray(header + _SIZE.pack(size)), dtype=torch.uint8)
+
+
+def refused(reason: str, bucket: int, layers: int) -> Tensor:
+    """What to send in the place of a frame that could not be made: all ranks then raise alike.
+
+    Example:
+        >>> refused("rank 3 sent damaged bytes", bucket=7, layers=2).numel()
+        41
+    """
+    body = reason.encode()[:_REASON_BYTES]
+    header = HEADER.pack(MAGIC, VERSION, REFUSED, len(body), bucket, layers)
+    return torch.frombuffer(bytearray(header + body), dtype=torch.uint8)
 
 
 def frame(body: Tensor, bucket: int, layers: int) -> Tensor:
@@ -114,13 +128,17 @@ def split_frames(buffer: Tensor, bucket: int, layers: int, ranks: int) -> tuple[
         header = here[position:start] if here is not None else bytes(buffer[position:start].tolist())
         found = HEADER.unpack(header)
         flags, size = found[2:4]
-        known = flags & NONFINITE if flags != TOO_LARGE or size != _SIZE.size else flags
+        marked = flags == REFUSED or (flags == TOO_LARGE and size == _SIZE.size)
+        known = flags if marked else flags & NONFINITE
         expected = (MAGIC, VERSION, known, size, bucket, layers)
         if found != expected:
             raise _frame_error(rank, bucket, _difference(found, expected))
         position = start + size
         if position > total:
             raise _frame_error(rank, bucket, f"its body ends at byte {position} of {total}")
+        if flags == REFUSED:
+            reason = bytes(buffer[start:position].tolist()).decode(errors="replace")
+            raise WireError(f"rank {rank} could not reduce its shard of bucket {bucket}: {reason}")
         if flags == TOO_LARGE:
             raise _too_large_error(rank, bucket, buffer[start:position], ranks)
         bodies.append(buffer[start:position])
@@ -176,6 +194,36 @@ def join_parts(codes: Sequence[Tensor]) -> Tensor:
         length = torch.frombuffer(bytearray(_PART.pack(code.numel())), dtype=torch.uint8)
         pieces += [length.to(code.device), code]
     return torch.cat(pieces)
+
+
+def frame_pieces(
+    codes: Sequence[Tensor], bucket: int, layers: int, device: torch.device, nonfinite: bool
+) -> list[Tensor]:
+    """A frame of any number of codes, as what is to be joined: header, and codes behind their lengths.
+
+    Args:
+        codes: uint8, 1-D.
+        bucket: index of the bucket.
+        layers: number of layers in the bucket.
+        device: of the codes.
+        nonfinite: whether a layer was not finite.
+
+    Example:
+        >>> none = frame_pieces([], 7, 2, torch.device("cpu"), nonfinite=False)
+        >>> [piece.numel() for piece in none]
+        [16]
+    """
+    sizes = [code.numel() for code in codes]
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    total = frame_bytes(sizes) - HEADER_BYTES
+    HEADER.pack_into(header.numpy().data, 0, MAGIC, VERSION, nonfinite, total, bucket, layers)
+    pieces = [header.to(device)]
+    for code in codes:
+        if len(codes) > 1:
+            length = torch.frombuffer(bytearray(_PART.pack(code.numel())), dtype=torch.uint8)
+            pieces.append(length.to(device))
+        pieces.append(code)
+    return pieces
 
 
 def split_parts(body: Tensor, parts: int) -> list[Tensor]:

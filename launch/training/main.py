@@ -198,6 +198,7 @@ def make_optimizer(options: TrainingOptions, model: nn.Module) -> tuple[Any, Met
             compression=options.compression,
             overrides=dict(options.overrides),
             feedback=options.feedback,
+            scheme=options.scheme,
             planner=options.planner,
             candidates=options.candidates,
             dense_steps=options.dense_steps,

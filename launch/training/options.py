@@ -17,6 +17,7 @@ from typing import Any
 
 from hvd_adaptive import feedback
 from hvd_adaptive import planning as planners
+from hvd_adaptive.collectives import check_scheme
 from hvd_adaptive.compressors import REGISTRY
 from hvd_adaptive.compressors import parse as parse_compression
 
@@ -57,7 +58,7 @@ DEFAULT_PRESET = "resnet-fashion"
 IDENTITY = (
     "data", "tokens", "vocabulary", "sequence_length", "model", "width", "layers", "heads",
     "batch_size", "accumulate", "optimizer", "seed", "distributed", "compression", "overrides",
-    "feedback", "planner", "candidates",
+    "feedback", "scheme", "planner", "candidates",
 )  # fmt: skip
 
 EPILOG = """\
@@ -114,6 +115,7 @@ class TrainingOptions:
     compression: str
     overrides: tuple[tuple[str, str], ...]
     feedback: str | None
+    scheme: str
     planner: str | None
     candidates: tuple[str, ...]
     dense_steps: int
@@ -180,6 +182,13 @@ def feedback_rule(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def collective_scheme(text: str) -> str:
+    try:
+        return check_scheme(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def planner(text: str) -> str:
@@ -273,6 +282,9 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
     add("--feedback", type=feedback_rule, metavar="RULE",
         help="what becomes of what is not sent: " + ", ".join(feedback.REGISTRY)
         + " (the compressor's own choice)")  # fmt: skip
+    add("--scheme", type=collective_scheme, default="allgather", metavar="SCHEME",
+        help="how encoded payloads meet: allgather, or two_shot, whose traffic does not grow with the"
+        " ranks (%(default)s)")  # fmt: skip
     add("--planner", type=planner, metavar="PLANNER",
         help="what chooses each layer's level during training, such as lgreco:period=200; there are "
         + ", ".join(planners.REGISTRY) + " (none)")  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvd_adaptive import VirtualRanks
 from hvd_adaptive.compressors import REGISTRY
+from hvd_adaptive.compressors.base import GatheredCompressor
 from tests.distributed.workloads import bits, make_model, ours, set_gradients
 
 SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
@@ -18,6 +19,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"compression": name} for name in REGISTRY},
     "momentum correction": {"compression": "topk:density=0.05", "feedback": "dgc:momentum=0.9"},
     "ef21": {"compression": "topk:density=0.05", "feedback": "ef21", "dense_steps": 1},
+    **{
+        f"{name} in two shots": {"compression": name, "scheme": "two_shot"}
+        for name, member in REGISTRY.items()
+        if issubclass(member, GatheredCompressor)
+    },
+    "ef21 in two shots": {
+        "compression": "topk:density=0.05",
+        "feedback": "ef21",
+        "scheme": "two_shot:level=0.1",
+    },
     "sum": {"compression": "qsgd:bits=4", "op": hvd.Sum},
     "hybrid": {"compression": "none", "overrides": {"wide": "topk:density=0.05", "tall": "powersgd"}},
     "lgreco": {"compression": "topk:density=0.05", "planner": "lgreco:period=4"},
@@ -56,8 +67,17 @@ def test_virtual_ranks_reduce_as_real_ones_do(name: str) -> None:
         for layer in SHAPES:
             real, other = getattr(model, layer).grad, getattr(twin, layer).grad
             assert bits(real) == bits(other), f"{layer} at step {step}"
-    mine = optimizer.compression_state_dict()["kept"]
-    other = virtual.compression_state_dicts()[hvd.rank()]["kept"]
+    state, twin_state = (
+        optimizer.compression_state_dict(),
+        virtual.compression_state_dicts()[hvd.rank()],
+    )
+    owned, twin_owned = state["owned"], twin_state["owned"]
+    assert owned.keys() == twin_owned.keys()
+    for layer, pieces in owned.items():
+        assert [(start, bits(piece)) for start, piece in pieces] == [
+            (start, bits(piece)) for start, piece in twin_owned[layer]
+        ], layer
+    mine, other = state["kept"], twin_state["kept"]
     assert mine.keys() == other.keys()
     for layer, slots in mine.items():
         assert all(bits(slots[slot]) == bits(other[layer][slot]) for slot in slots), layer

@@ -40,7 +40,7 @@ from hvd_adaptive.wire import ValueFormat
 
 
 @kernel
-def _store(x, indices, values, count):
+def store(x, indices, values, count):
     """Put values in the place of the sums at their indices."""
     for i in range(count):
         prefetch(x + 4 * int64(indices[min(i + AHEAD, count - 1)]))
@@ -81,7 +81,7 @@ def _compress_layer(x, g, n, k, rule, floor, value_format, out, stats, work):
         stats[3] = 1.0
         return put_varint(out, int64(1))
     sent, out = encode_layer(out, indices, values, count, value_format, heads)
-    _store(x, indices, values, count)
+    store(x, indices, values, count)
     stats[0], stats[1], stats[2], stats[3] = energy, sent, float(count), 0.0
     return out
 
@@ -100,7 +100,7 @@ def _compress_layers(x, offsets, counts, rule, floors, grads, how, out, stats, w
 
 
 @kernel
-def _energy_by_layer(offsets, indices, values, count, stats, column):
+def energy_by_layer(offsets, indices, values, count, stats, column):
     """Add the energies of values of all layers' one vector to a column of their layers' rows."""
     layer = 0
     for i in range(count):
@@ -115,7 +115,7 @@ def _note_sent(end, offsets, indices, values, count, value_format, stats):
     if count == 0:
         return
     get_values(end - bytes_of_values(count, value_format), values, count, value_format)
-    _energy_by_layer(offsets, indices, values, count, stats, 1)
+    energy_by_layer(offsets, indices, values, count, stats, 1)
     edges = offsets - offsets[0]
     for layer in range(len(stats)):
         cuts = np.searchsorted(indices[:count], edges[layer : layer + 2])
@@ -287,6 +287,6 @@ def recompress_(
         stats[:, 3] = nonfinite
         # again: what was in x has taken the values' places
         read_but_positions(start, start + size, int(numels[0]), how, *decoded)
-        _energy_by_layer(offsets, *decoded, count, stats, 0)
+        energy_by_layer(offsets, *decoded, count, stats, 0)
         _note_sent(out + written, offsets, work[1], decoded[1], sent, how, stats)
     return buffer[: reserve + written], stats

@@ -17,6 +17,7 @@ from hvd_adaptive.kernels.checks import (
     check_bodies,
     check_body,
     check_counts,
+    check_cuts,
     check_layers,
     check_outs,
     check_thresholds,
@@ -40,6 +41,7 @@ from hvd_adaptive.wire.varint import write_varint
 __all__ = [
     "clear_",
     "compress_",
+    "compress_cut_",
     "decompress_add_",
     "decompress_sum_",
     "moments",
@@ -120,6 +122,55 @@ def compress_(
         parts += encoded
         _note_sent(stats[first:last], offsets[first : last + 1], indices, decoded)
     return torch.cat(parts), stats
+
+
+def compress_cut_(
+    x: Tensor,
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: ValueFormat,
+    cuts: npt.NDArray[np.int64],
+    grads: Sequence[Tensor] | None = None,
+    rule: SelectionRule = SelectionRule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_cut_`: select all, cut, encode.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from hvd_adaptive.wire import ValueFormat
+        >>> x, one = torch.tensor([1.0, -5.0, 2.0, 3.0]), np.array([2])
+        >>> data, stats, ends = compress_cut_(x, np.array([0, 4]), one, ValueFormat.fp32, [0, 2, 4])
+        >>> x.tolist(), data.numel() == ends[-1], stats[0, 2]
+        ([1.0, 0.0, 2.0, 0.0], True, 2.0)
+    """
+    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    cuts = check_cuts(offsets, cuts, whole)
+    selected = x.clone()
+    _, stats = compress_(
+        selected, offsets, counts, ValueFormat.fp32, grads, 0, rule, thresholds, whole
+    )  # sends all bits of what it selects
+    layers, sent = len(offsets) - 1, torch.zeros_like(x)
+    for layer in np.flatnonzero(stats[:, 3] == 0).tolist() if grads is not None else ():
+        assert grads is not None
+        x[offsets[layer] : offsets[layer + 1]] += grads[layer].view(-1)
+    pieces: list[Tensor] = []
+    for first, last in _spans(layers, whole):
+        finite = not stats[first:last, 3].any()
+        inside = cuts[(cuts >= offsets[first]) & (cuts <= offsets[last])].tolist()
+        for start, end in itertools.pairwise(inside):
+            part, indices = x[start:end], (x[start:end] != selected[start:end]).nonzero().view(-1)
+            codes = [bytes_tensor(write_varint(1), x.device)]
+            if finite:
+                codes, decoded = encode_layer(indices, part[indices], values)
+                part[indices] -= decoded
+                sent[start + indices] = decoded
+            pieces.append(torch.cat(codes))
+    for layer in range(layers):
+        stats[layer, 1] = energy_of(sent[offsets[layer] : offsets[layer + 1]])
+    ends = np.cumsum([piece.numel() for piece in pieces], dtype=np.int64)
+    return torch.cat([torch.zeros(0, dtype=torch.uint8, device=x.device), *pieces]), stats, ends
 
 
 def _spans(layers: int, whole: bool) -> list[tuple[int, int]]:
