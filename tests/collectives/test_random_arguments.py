@@ -25,8 +25,8 @@ from hvd_adaptive.telemetry import Meter  # noqa: E402
 LAYERS = (Layer(0, "large", (50, 70)), Layer(1, "small", (1200,)))
 
 
-def bucket_of(spec: str) -> Bucket:
-    config = CompressionConfig.of(spec, {"small": spec}, "none")
+def bucket_of(spec: str, scheme: str = "allgather") -> Bucket:
+    config = CompressionConfig.of(spec, {"small": spec}, "none", scheme)
     (bucket,) = build_buckets(LAYERS, routes_of(config, LAYERS, frozenset()), 1 << 30)
     return bucket
 
@@ -79,9 +79,9 @@ def gradients(rank: int) -> list[Tensor]:
     ]
 
 
-def reduced(spec: str, ranks: int, steps: int) -> list[list[Tensor]]:
+def reduced(spec: str, ranks: int, steps: int, scheme: str) -> list[list[Tensor]]:
     """The means that rank 0 got in each step; all ranks got the same ones."""
-    bucket = bucket_of(spec)
+    bucket = bucket_of(spec, scheme)
 
     def work(rank: LocalRank) -> list[list[Tensor]]:
         exchange = Exchange(LocalTransport(rank, hvd.Average), Meter(), "test", rank=rank.rank)
@@ -107,13 +107,13 @@ def reduced(spec: str, ranks: int, steps: int) -> list[list[Tensor]]:
     return outcomes[0]
 
 
-def error(spec: str, ranks: int, steps: int = 8) -> float:
+def error(spec: str, ranks: int, scheme: str, steps: int = 8) -> float:
     """Mean squared error of the reduced gradients."""
     order = [layer.index for layer in bucket_of(spec).layers]
     every = [gradients(rank) for rank in range(ranks)]
     errors = [
         float((found - torch.stack([grads[index] for grads in every]).mean(0)).square().sum())
-        for grads_of_step in reduced(spec, ranks, steps)
+        for grads_of_step in reduced(spec, ranks, steps, scheme)
         for index, found in zip(order, grads_of_step, strict=True)
     ]
     return sum(errors) / steps
@@ -121,17 +121,20 @@ def error(spec: str, ranks: int, steps: int = 8) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("rotate", ["none", "hadamard"])
-def test_an_allgather_of_correlated_codes_has_less_error(rotate: str, ranks: int) -> None:
+@pytest.mark.parametrize("scheme", ["allgather", "two_shot:level=8"])
+def test_the_mean_of_correlated_codes_has_less_error(scheme: str, rotate: str, ranks: int) -> None:
     spec = f"qsgdinf:bits=3,rotate={rotate}"
+    plain, correlated = (error(each, ranks, scheme) for each in (spec, f"{spec},correlated=true"))
     # of n equal ranks 1/n would be left; a tenth of these values differs
-    assert error(f"{spec},correlated=true", ranks) < (0.7 if ranks < 8 else 0.35) * error(spec, ranks)
+    assert correlated < (0.7 if ranks < 8 else 0.35) * plain
 
 
 @pytest.mark.parametrize("spec", ["qsgdinf:bits=4,rotate=hadamard", "signsgd:rotate=hadamard"])
-def test_rotated_gradients_come_back_rotated_back(spec: str) -> None:
+@pytest.mark.parametrize("scheme", ["allgather", "two_shot"])
+def test_rotated_gradients_come_back_rotated_back(scheme: str, spec: str) -> None:
     exact = [torch.stack([gradients(rank)[i] for rank in range(4)]).mean(0) for i in range(2)]
     order = [layer.index for layer in bucket_of(spec).layers]
-    (found,) = reduced(spec, 4, 1)
+    (found,) = reduced(spec, 4, 1, scheme)
     for index, layer in zip(order, found, strict=True):
         cosine = torch.nn.functional.cosine_similarity(layer.flatten(), exact[index].flatten(), dim=0)
-        assert float(cosine) > (0.98 if "qsgdinf" in spec else 0.75)
+        assert float(cosine) > (0.97 if "qsgdinf" in spec else 0.6)
