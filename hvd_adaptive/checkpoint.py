@@ -178,7 +178,7 @@ def _with_owned(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """What is kept of each layer, with what the rank owns, which counts as its own rest does."""
     kept = {name: dict(slots) for name, slots in state["kept"].items()}
     for name, pieces in state["owned"].items():
-        slot = _slots_of(state["routes"][name][1])[0]
+        slot = _slot_for_owned(kept[name])
         total = kept[name][slot] = kept[name][slot].clone()
         for start, piece in pieces:
             total[start : start + piece.numel()] += piece
@@ -406,9 +406,12 @@ def _memory_of(rule: str) -> tuple[frozenset[str], torch.dtype]:
     return frozenset(held.slots), held.dtype
 
 
-def _slots_of(rule: str) -> tuple[str, ...]:
-    """The slots of a feedback rule; what a rank owns is of the kind of the first."""
-    return _state_of(rule).slots
+def _slot_for_owned(slots: Mapping[str, Tensor]) -> str:
+    """What a rank owns of a layer is of the kind of the first slot of the layer's rule."""
+    firsts = [_state_of(rule).slots[:1] for rule in feedback.REGISTRY]
+    return next(
+        (slot for (slot, *_) in filter(None, firsts) if slot in slots and slot != RESIDUAL), RESIDUAL
+    )
 
 
 @functools.cache
@@ -434,8 +437,9 @@ def _check_routes(state: Mapping[str, Any]) -> None:
                 raise _refused(f"kept[{name!r}]", f"has the slot {slot!r}: there are {known}")
     for name, pieces in state["owned"].items():
         ends = [start + piece.numel() for start, piece in pieces]
-        held = next(iter(kept.get(name, {}).values()), None)
-        if held is None or name not in routes or max(ends, default=0) > held.numel():
+        slots = kept.get(name, {})
+        held = slots.get(_slot_for_owned(slots))
+        if held is None or max(ends, default=0) > held.numel():
             raise _refused(
                 f"owned[{name!r}]", "must be pieces of a layer whose feedback keeps something"
             )

@@ -21,6 +21,7 @@ class CollectiveTiming:
         launched: when, in seconds.
         done: when its result was there at the latest.
         exposed: seconds of it that were exposed communication.
+        round: how many operations of the bucket went before it in this step.
     """
 
     bucket: int
@@ -28,6 +29,7 @@ class CollectiveTiming:
     launched: float
     done: float
     exposed: float
+    round: int = 0
 
 
 def span_of(timings: Sequence[CollectiveTiming]) -> float:
@@ -75,11 +77,12 @@ def rank_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming
     """
     times = [np.inf if compute_seconds is None else -compute_seconds]
     spans = [(span_of(timings), sum(timing.exposed for timing in timings))] if timings else []
-    free = -np.inf
-    for timing in timings:
+    free, taken = -np.inf, np.zeros(len(timings))
+    for index in sorted(range(len(timings)), key=lambda index: timings[index].done):
         # collectives run one after the other, so one begins when the one before has ended
-        spans.append((timing.done - max(timing.launched, free), timing.exposed))
-        free = timing.done
+        taken[index] = timings[index].done - max(timings[index].launched, free)
+        free = timings[index].done
+    spans += [(float(each), timing.exposed) for each, timing in zip(taken, timings, strict=True)]
     for seconds, exposed in spans:
         times += [seconds, seconds if exposed >= 0.5 * seconds > 0 else np.inf]
     return np.array(times)

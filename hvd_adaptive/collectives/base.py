@@ -130,14 +130,17 @@ class Scheme(ABC):
 
     Example:
         >>> from hvd_adaptive.collectives import SCHEMES
-        >>> {name: scheme().link_bytes(1000, ranks=4) for name, scheme in SCHEMES.items()}
-        {'allreduce': 1500.0, 'cast_two_shot': 1500.0, 'allgather': 3000.0, 'two_shot': 1500.0,
-        'sparse': 3000.0}
+        >>> SCHEMES["allgather"]().link_bytes(1000, ranks=4)
+        3000.0
+        >>> SCHEMES["two_shot"]().link_bytes(1000, ranks=4)
+        1500.0
     """
 
     name: ClassVar[str]
     carries: ClassVar[PayloadKind]
     """The payloads that it can reduce, as compressors declare them."""
+    shots: ClassVar[int] = 1
+    """Operations that follow each other; gradients are overwritten only after the last of them."""
     recompresses: ClassVar[bool] = False
     """Whether sums are compressed again, by the owner of a shard, who then keeps what that leaves."""
 

@@ -24,6 +24,7 @@ class CastTwoShot(Scheme):
 
     name = "cast_two_shot"
     carries = PayloadKind.CAST
+    shots = 2
 
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Two operations for each round of the compressors."""

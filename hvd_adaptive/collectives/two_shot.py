@@ -52,6 +52,7 @@ class TwoShot(EncodedScheme):
     level: float = 0.0
 
     name = "two_shot"
+    shots = 2
     recompresses = True
 
     def __post_init__(self) -> None:

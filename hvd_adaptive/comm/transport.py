@@ -155,6 +155,11 @@ class Transport:
             result: Tensor = handle() if callable(handle) else hvd.synchronize(handle)
         return result
 
+    def has_ended(self, handle: Handle) -> bool:
+        """Whether :meth:`wait` would return at once, as far as that can be told."""
+        number = handle.args[0] if isinstance(handle, partial) else handle
+        return isinstance(number, int) and bool(hvd.poll(number))
+
     def link_costs(self, prefix: str) -> LinkCosts:
         """What operations among these ranks cost, as they are now; all ranks call it."""
         return measure_link(self, prefix)

@@ -21,7 +21,7 @@ from hvd_adaptive.feedback import FeedbackState
 from hvd_adaptive.telemetry import Meter
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """A bucket whose operation is under way."""
 
@@ -57,7 +57,7 @@ class Exchange:
         self.codec_states = CodecStates()
         """What compressors learn."""
         self.timings: list[CollectiveTiming] = []
-        """This step's operations, in the order in which they ended."""
+        """This step's operations, once all have ended, in an order that is the same on all ranks."""
         self._inflight: deque[_InFlight] = deque()
         self._feedback: Mapping[int, FeedbackState] = {}
         self._buffers: dict[int, Buffers] = {}
@@ -94,6 +94,7 @@ class Exchange:
             grads: its layers' gradients; :meth:`finish` writes the result into them. Dense, except
                 for a bucket of a sparse layer.
         """
+        self._advance()
         started = perf_counter()
         io = self._io(bucket)
         steps = scheme_named(bucket.scheme).run(bucket, grads, io)
@@ -121,27 +122,49 @@ class Exchange:
     def finish(self) -> None:
         """Wait for every operation, in launch order, and write the results."""
         while self._inflight:
-            ended = self._inflight.popleft()
-            waiting = perf_counter()
-            reply = self.transport.wait(ended.handle)
-            done = perf_counter()
-            more: Request | None
-            try:
-                more = ended.steps.send(reply)
-            except StopIteration:
-                more = None
-            traffic = self.transport.traffic(ended.request, nbytes_of(reply))
-            index, exposed = ended.bucket.index, done - waiting
-            self.timings.append(CollectiveTiming(index, traffic, ended.launched, done, exposed))
-            self.meter.bucket(
-                index,
-                exposed=exposed,
-                communicate=done - ended.launched,
-                decompress=perf_counter() - done,
-                traffic=traffic,
-            )
-            if more is not None:
-                self._submit(ended.bucket, ended.steps, more, ended.round + 1)
+            self._go_on(self._inflight.popleft())
+        self.timings.sort(key=lambda timing: (timing.round, timing.bucket))
+
+    def _advance(self) -> None:
+        """Go on with buckets whose first shots have ended, while others are still being computed.
+
+        Ranks may so launch in different orders; Horovod finds operations by their names, and runs all
+        of them in the order in which its first rank has heard of them from all.
+        """
+        waiting = [
+            each
+            for each in self._inflight
+            if each.round + 1 < scheme_named(each.bucket.scheme).shots
+            and self.transport.has_ended(each.handle)
+        ]
+        for each in waiting:
+            self._inflight.remove(each)
+            self._go_on(each)
+
+    def _go_on(self, ended: _InFlight) -> None:
+        """Wait for an operation, and do what follows it."""
+        waiting = perf_counter()
+        reply = self.transport.wait(ended.handle)
+        done = perf_counter()
+        more: Request | None
+        try:
+            more = ended.steps.send(reply)
+        except StopIteration:
+            more = None
+        traffic = self.transport.traffic(ended.request, nbytes_of(reply))
+        index, exposed = ended.bucket.index, done - waiting
+        self.timings.append(
+            CollectiveTiming(index, traffic, ended.launched, done, exposed, ended.round)
+        )
+        self.meter.bucket(
+            index,
+            exposed=exposed,
+            communicate=done - ended.launched,
+            decompress=perf_counter() - done,
+            traffic=traffic,
+        )
+        if more is not None:
+            self._submit(ended.bucket, ended.steps, more, ended.round + 1)
 
     def drain(self) -> None:
         """Complete what is under way, refused or not, where a rank has joined; drop the results."""

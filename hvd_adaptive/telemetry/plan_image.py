@@ -37,8 +37,8 @@ class PlanPicture:
     Example:
         >>> from hvd_adaptive.planning.plan import LayerPlan
         >>> picture = PlanPicture()
-        >>> picture.add(Plan((LayerPlan("w", (8, 8), "topk", 0.01, 8, 256),)), step=0)
-        >>> picture.add(Plan((LayerPlan("w", (8, 8), "none", 32, 256, 256),)), step=10)
+        >>> picture.add(Plan((LayerPlan("w", (8, 8), "topk", 0.01, "allgather", 8, 256),)), step=0)
+        >>> picture.add(Plan((LayerPlan("w", (8, 8), "none", 32, "allreduce", 256, 256),)), step=10)
         >>> picture.pixels().shape  # one layer
         (12, 640, 3)
         >>> png, width, height = picture.png()

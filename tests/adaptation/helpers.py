@@ -23,7 +23,9 @@ def controllers(recipe: str, ranks: int = 1) -> list[AdaptationController]:
         made = AdaptationController(
             parse_recipe(recipe), channel, Meter(), rank.rank, rank.size, (parse("qsgd:bits=4"),)
         )
-        made.attach([(layer, own) for layer in LAYERS], {"wide": 0, "tall": 1}, 100.0, False)
+        made.attach(
+            [(layer, own, "allgather") for layer in LAYERS], {"wide": 0, "tall": 1}, 100.0, False
+        )
         return made
 
     return LocalGroup(ranks).run(make)

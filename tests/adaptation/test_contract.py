@@ -46,7 +46,9 @@ def test_methods_take_the_arguments_that_the_protocol_names(controller: Controll
 
 def test_a_step_goes_through_and_its_state_can_be_loaded(controller: Controller) -> None:
     own = parse("topk:density=0.05")
-    controller.attach([(layer, own) for layer in LAYERS], {"wide": 0, "tall": 1}, 0.0, False)
+    controller.attach(
+        [(layer, own, "allgather") for layer in LAYERS], {"wide": 0, "tall": 1}, 0.0, False
+    )
     for step in range(3):
         if controller.observes(step):
             for layer in LAYERS:

@@ -28,7 +28,9 @@ def drive(recipe: str, ranks: int, steps: int) -> tuple[list[Steps], list[Adapta
     def work(rank: LocalRank) -> tuple[Steps, AdaptationController]:
         channel, control = rank.channel("test.plan"), rank.control("test.votes")
         controller = AdaptationController(parse_recipe(recipe), channel, Meter(), rank.rank, rank.size)
-        controller.attach([(layer, own) for layer in LAYERS], {"wide": 0, "tall": 1}, 0.0, False)
+        controller.attach(
+            [(layer, own, "allgather") for layer in LAYERS], {"wide": 0, "tall": 1}, 0.0, False
+        )
         switches: Steps = []
         for step in range(steps):
             for layer in LAYERS:

@@ -28,7 +28,7 @@ def test_a_run_with_a_planner_has_four_pictures(tmp_path: Path) -> None:
     with Meter(Telemetry(str(tmp_path), tensorboard=False, every=1)) as meter:
         for step in range(8):
             if step in (0, 4):
-                row = LayerPlan("w", (8, 8), "topk", 0.1, 8 * (1 + step), 256)
+                row = LayerPlan("w", (8, 8), "topk", 0.1, "allgather", 8 * (1 + step), 256)
                 meter.plan(Plan((row,), version=step, step=step), step)
             meter.bucket(0, compress=0.1, exposed=0.2, decompress=0.1, payload=8)
             for tag in ("plan/throughput_10x", "plan/throughput_20x", "plan/max_bytes"):

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ef": {"compression": "topk:density=0.05", "feedback": "ef:lr_correction=true"},
     "bf16": {"compression": "qsgd:bits=2", "feedback": "ef:dtype=bf16"},
     "ef21": {"compression": "topk:density=0.05", "feedback": "ef21"},
+    "two shots": {"compression": "topk:density=0.05", "scheme": "two_shot"},
     "dgc": {"compression": "topk:density=0.05", "feedback": "dgc", "dense_steps": 1},
     "powersgd": {"compression": "powersgd:rank=2"},
     "alq": {"compression": "alq:bits=3,updates=2/6"},
@@ -141,7 +142,7 @@ def spoiled(value: float) -> Callable[[Tensor], Tensor]:
 
 
 WIDE = ("kept", "wide")
-ITEMS = "format rounds order routes kept rates last_rates learn_next planned codecs controller"
+ITEMS = "format rounds order routes kept owned rates last_rates learn_next planned codecs controller"
 PILOT = (
     "recipe planner levels told expected factor decided factors factors_since trigger message table "
     "sampled measured"
@@ -155,7 +156,7 @@ DAMAGE: list[Damage] = [
         for key in PILOT.split()
     ],
     *[("lgreco", put("controller", key, b"x"), rf"controller\['{key}'\]") for key in PILOT.split()],
-    ("ef", put("format", 4), "format is 4, expected 6"),
+    ("ef", put("format", 4), "format is 4, expected 7"),
     ("ef", put("rounds", -1), r"rounds must be a whole number of at least 0, got -1"),
     ("ef", put("rounds", True), "rounds must be a whole number"),
     ("ef", put("rounds", 1 << 70), "rounds must be a whole number"),
@@ -186,6 +187,11 @@ DAMAGE: list[Damage] = [
     ("ef", put("routes", "wide", ["topk", "eff"]), r"routes\['wide'\]\[1\] is no feedback rule"),
     ("ef", put("planned", {"wide": [None, 0]}), "planned must be empty where controller is None"),
     ("ef", put("codecs", {"topk": {}}), r"codecs\['topk'\] is of a compressor that learns nothing"),
+    ("two shots", put("owned", "gone", [(0, torch.ones(3))]), r"owned\['gone'\] must be pieces of a"),
+    ("two shots", put("owned", "wide", [(3070, torch.ones(3))]), r"owned\['wide'\] must be pieces of"),
+    ("two shots", put("owned", "wide", [(-1, torch.ones(3))]), r"owned\['wide'\]\[0\]\[0\] must be a"),
+    ("two shots", put("owned", "wide", [(0, spoiled(math.nan)(torch.ones(9)))]), r"holds NaN or Inf"),
+    ("two shots", put("owned", "wide", [(0,)]), r"owned\['wide'\]\[0\] must be a list of 2"),
     ("bf16", put(*WIDE, "residual", Tensor.float), r"is of torch.float32: its feedback"),
     ("ef21", drop(*WIDE, "mean"), r"kept\['wide'\] has the slots \['estimate'\]: its feedback 'ef21'"),
     ("dgc", drop("kept", "bias", "velocity"), r"kept\['bias'\] has the slots"),

@@ -129,7 +129,9 @@ def test_the_plan_shows_each_layers_bytes_and_its_digest_tells_plans_apart() -> 
     assert plan.dense_bytes == 400_040
     assert plan.wire_bytes == routes["layer0"].compressor.wire_bytes(100_000, 0.01) + 40
     text = str(plan).splitlines()
-    assert text[1].split()[:4] == ["layer0", "1000x100", "topk:density=0.01,values=bf16", "0.01"]
+    assert text[1].split()[:5] == [
+        "layer0", "1000x100", "topk:density=0.01,values=bf16", "allgather", "0.01",
+    ]  # fmt: skip
     assert text[-1].split()[0] == "total"
     assert plan.digest == make_plan(layers, routes, version=0, step=0).digest
     assert plan.digest != make_plan(layers, routes, version=1, step=0).digest

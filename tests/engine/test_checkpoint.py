@@ -40,6 +40,7 @@ def state(values: list[float], slot: str = "residual", **changed: Any) -> dict[s
         "order": ["w", "b"],
         "routes": {"w": [compressor, rule], "b": ["none", "none"]},
         "kept": {"w": slots, "b": {}},
+        "owned": {},
         "rates": {},
         "last_rates": (0.1,),
         "learn_next": False,
@@ -94,7 +95,7 @@ def test_what_was_given_is_left_alone() -> None:
         ([state([1.0]), state([1.0], "estimate")], "rank 0 and rank 1 .*: routes is"),
         ([state([1.0]), state([float("nan")])], r"rank 1: .* kept\['w'\]\['residual'\] holds NaN"),
         ([state([1.0]), None], "rank 1: compression state: it is None and no dict"),
-        ([{"format": 6}], "rank 0: compression state: rounds is missing"),
+        ([{"format": 7}], "rank 0: compression state: rounds is missing"),
     ],
 )
 def test_states_that_do_not_belong_together_are_an_error(states: list[Any], message: str) -> None:

@@ -80,7 +80,7 @@ def json_lines(logdir: Path) -> list[dict[str, Any]]:
 
 def plan_of(*wire_bytes: int, step: int = 0) -> Plan:
     rows = [
-        LayerPlan(f"layer{index}", (8, 8), "topk", 0.1, nbytes, 256, error=1.0, energy=4.0)
+        LayerPlan(f"layer{index}", (8, 8), "topk", 0.1, "allgather", nbytes, 256, error=1.0, energy=4.0)
         for index, nbytes in enumerate(wire_bytes)
     ]
     return Plan(tuple(rows), version=step, step=step)

@@ -15,7 +15,7 @@ def test_a_picture_has_a_band_a_layer_and_each_plan_its_share_of_the_time() -> N
     picture = PlanPicture()
     picture.add(plan_of(256, 8), 0)
     picture.add(plan_of(8, 8), 300)
-    picture.add(Plan((LayerPlan("late", (2,), "none", 32, 8, 8),)), 400)
+    picture.add(Plan((LayerPlan("late", (2,), "none", 32, "allreduce", 8, 8),)), 400)
     pixels = picture.pixels()
     assert pixels.shape == (3 * BAND, WIDTH, 3)
     first, second, late = pixels[0], pixels[BAND], pixels[2 * BAND]

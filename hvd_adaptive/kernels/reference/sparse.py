@@ -142,8 +142,8 @@ def compress_cut_(
         >>> from hvd_adaptive.wire import ValueFormat
         >>> x, one = torch.tensor([1.0, -5.0, 2.0, 3.0]), np.array([2])
         >>> data, stats, ends = compress_cut_(x, np.array([0, 4]), one, ValueFormat.fp32, [0, 2, 4])
-        >>> x.tolist(), data.numel() == ends[-1], stats[0, 2]
-        ([1.0, 0.0, 2.0, 0.0], True, 2.0)
+        >>> x.tolist(), data.numel() == int(ends[-1]), int(stats[0, 2])
+        ([1.0, 0.0, 2.0, 0.0], True, 2)
     """
     offsets, counts = check_layers(x, offsets, counts, grads, whole)
     cuts = check_cuts(offsets, cuts, whole)

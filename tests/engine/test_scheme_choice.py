@@ -1,0 +1,116 @@
+"""scheme="auto": the choice follows the costs, is the same on all ranks, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+
+from hvd_adaptive import VirtualRanks  # noqa: E402
+from hvd_adaptive.collectives import encoded_schemes  # noqa: E402
+from hvd_adaptive.collectives.costs import CodecCosts, Workload  # noqa: E402
+from hvd_adaptive.comm.link_costs import LinkCosts  # noqa: E402
+from hvd_adaptive.comm.local_group import LocalTransport  # noqa: E402
+from hvd_adaptive.compressors import parse  # noqa: E402
+from hvd_adaptive.engine import scheme_choice  # noqa: E402
+
+QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
+ETHERNET = LinkCosts(5e-4, 5e-4, 4e-8, 4e-8)  # 200 Mbit/s
+"""What is given to the tests in the place of a measurement."""
+
+
+def seconds(
+    ranks: int, link: LinkCosts, nbytes: float = 1e6, numel: int = 2_000_000
+) -> dict[str, float]:
+    work = Workload(numel, nbytes, QUICK)
+    return {name: each.seconds(work, ranks, link) for name, each in encoded_schemes().items()}
+
+
+def test_two_shots_take_as_long_with_any_number_of_ranks() -> None:
+    few, many = seconds(4, ETHERNET), seconds(64, ETHERNET)
+    assert many["allgather"] > 15 * few["allgather"]
+    assert many["two_shot"] < 1.4 * few["two_shot"]
+
+
+def test_small_payloads_go_in_one_operation_and_large_ones_of_many_ranks_in_two() -> None:
+    small = seconds(16, ETHERNET, nbytes=500, numel=1000)
+    assert small["allgather"] < small["two_shot"]
+    large = seconds(16, ETHERNET)
+    assert large["two_shot"] < large["allgather"] / 4
+    two = seconds(2, ETHERNET)
+    assert two["allgather"] < two["two_shot"]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = nn.Parameter(torch.zeros(32, 33))
+        self.wide = nn.Parameter(torch.zeros(512, 1024))
+
+
+def gradients(rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "wide": torch.randn(512, 1024, generator=generator),
+        "tiny": torch.randn(32, 33, generator=generator),
+    }
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, link: LinkCosts, **options: object
+) -> VirtualRanks:
+    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: link)
+    monkeypatch.setattr(scheme_choice, "measure_codec", lambda compressor: QUICK)
+    options = {"compression": "qsgd:bits=4", "bucket_cap_mb": 0.1, "scheme": "auto", **options}
+    group = VirtualRanks(ranks, Layers().named_parameters(), **options)  # type: ignore[arg-type]
+    group.reduce([gradients(rank) for rank in range(ranks)])
+    group.reduce([gradients(rank) for rank in range(ranks)])
+    return group
+
+
+def test_each_bucket_gets_the_scheme_that_is_foreseen_to_be_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = chosen(monkeypatch, 8, ETHERNET)
+    schemes = {row.layer: row.scheme for row in group.plan}
+    assert schemes == {"wide": "two_shot", "tiny": "allgather"}
+    text = str(group.plan)
+    assert "network of 8 ranks: allgather 0.5 ms + 200 Mbit/s, alltoall 0.5 ms + 200 Mbit/s" in text
+    assert any("two_shot (allgather " in reason for reason in group.plan.reasons)
+    assert group.plan.record()["reasons"] == list(group.plan.reasons)
+
+
+def test_where_messages_are_slow_and_bytes_are_not_one_operation_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = chosen(monkeypatch, 8, replace(ETHERNET, alltoall=0.5))
+    assert {row.scheme for row in group.plan} == {"allgather"}
+
+
+def test_planners_go_on_planning_where_the_scheme_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"compression": "topk:density=0.05", "planner": "lgreco:period=2"}
+    auto = chosen(monkeypatch, 4, ETHERNET, **options)
+    named = chosen(monkeypatch, 4, ETHERNET, **options, scheme="two_shot")
+    for group in (auto, named):
+        for _ in range(12):
+            group.reduce([gradients(rank) for rank in range(4)])
+    assert auto.plan.version >= 2
+    assert [row.level for row in auto.plan] == [row.level for row in named.plan]
+
+
+def test_a_scheme_can_be_given_to_some_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = chosen(monkeypatch, 8, ETHERNET, scheme={"wide": "allgather", "*": "two_shot"})
+    assert {row.layer: row.scheme for row in group.plan} == {"wide": "allgather", "tiny": "two_shot"}
+    assert group.plan.reasons == ()
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "topk:density=0.01", "alq:bits=3", "onebit"])
+def test_a_compressor_is_timed(spec: str) -> None:
+    costs = scheme_choice.measure_codec(parse(spec))
+    assert 0 < costs.compress < 1e-5
+    assert 0 <= costs.decompress < 1e-5
+    assert 0 <= costs.decompress_byte < 1e-4
