@@ -232,6 +232,26 @@ def lost() -> str:
     return table(["", *MODELS.values()], rows)
 
 
+def aggregate() -> str:
+    """How many times less error the mean of gradients has, by option."""
+    titles = {"correlated": "`correlated=true`", "rotated": "`rotate=hadamard`", "both": "both"}
+    rows = []
+    for family in ("qsgd", "qsgdinf"):
+        for bits in (2, 4):
+            ratios: dict[str, list[float]] = {variant: [] for variant in titles}
+            for model in load("aggregate_error")["models"].values():
+                for parts in model["ranks"].values():
+                    errors = {
+                        row["variant"]: row["vnmse"]
+                        for row in parts["one shot"]
+                        if (row["family"], row["bits"]) == (family, bits)
+                    }
+                    for variant, found in ratios.items():
+                        found.append(errors["plain"] / errors[variant])
+            rows.append([f"`{family}:bits={bits}`", *(span(found) for found in ratios.values())])
+    return table(["times less error in the mean", *titles.values()], rows)
+
+
 FRAGMENTS: dict[str, Callable[[], str]] = {
     "pays": pays,
     "compressors": compressors,
@@ -241,5 +261,6 @@ FRAGMENTS: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "fast_links": fast_links,
     "lost": lost,
+    "aggregate": aggregate,
 }
 """By the name between a page's markers."""

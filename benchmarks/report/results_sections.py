@@ -163,6 +163,54 @@ def allocation() -> str:
     )
 
 
+def aggregate_error() -> str:
+    """What shared random numbers and rotation take off the error of the mean."""
+    figures = load("aggregate_error")
+    heading = ["vNMSE", "error, relative to the mean", "correlated", "rotated", "both"]
+    shots, lines = [], []
+    for model, found in figures["models"].items():
+        for ranks, parts in found["ranks"].items():
+            place = [model, ranks]
+            lines += _by_variant(place, parts["one shot"], ("family", "bits"))
+            shots += _by_variant(place, parts["two shots"], ("first", "second"))
+    both = [float(line[-1]) for line in lines if line[2] == "qsgdinf"]
+    return section(
+        "Error of the mean",
+        f"Gradients of {figures['training steps']} steps into a training run, one minibatch per rank. "
+        "vNMSE is the squared error of the decoded mean over the mean squared norm of the ranks' "
+        f"gradients. {source('aggregate_error', figures)}",
+        (
+            "Correlated rounding and rotation",
+            "How many times less error has the mean with `correlated=true`, with `rotate=hadamard`, "
+            "and with both, at equal bytes?",
+            f"`qsgdinf` with both has {span(both)} times less. Where levels are fractions of the L2 "
+            "norm (`qsgd`), rotation costs.",
+            table(["model", "ranks", "compressor", "bits", *heading], lines),
+        ),
+        (
+            "Two shots",
+            "What is left of that if the owners of slices quantize the mean again, with `qsgdinf`?",
+            "The second shot has no other ranks to cancel its errors: with as many bits as the first "
+            "it dominates.",
+            table(["model", "ranks", "first bits", "second bits", *heading], shots),
+        ),
+        end=missed(figures),
+    )
+
+
+def _by_variant(
+    place: list[str], rows: list[dict[str, Any]], names: tuple[str, str]
+) -> list[list[str]]:
+    """A line for each row without options: its errors, and how many times less others have."""
+    lines = []
+    for base in (row for row in rows if row["variant"] == "plain"):
+        labels = [str(base[name]) for name in names]
+        same = [row for row in rows if [str(row[name]) for name in names] == labels]
+        ratios = [f"{base['vnmse'] / row['vnmse']:.2f}" for row in same if row is not base]
+        lines.append([*place, *labels, f"{base['vnmse']:.2g}", f"{base['relative']:.2g}", *ratios])
+    return lines
+
+
 def bucket_costs() -> str:
     """How well bytes explain time."""
     figures = load("bucket_costs")
@@ -648,6 +696,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "wire": wire,
     "planner": planner,
     "allocation": allocation,
+    "aggregate_error": aggregate_error,
     "bucket_costs": bucket_costs,
     "planning_cost": planning_cost,
     "bandwidth_trace": bandwidth,

@@ -74,16 +74,15 @@ def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
     marks: list[npt.NDArray[np.bool_]] = []
     energy = sent = 0.0
     for segment in bucket.segments:
-        compressor = _gathered(segment)
-        code, stats = compressor.compress_layers_(
+        code, stats = _gathered(segment).compress_layers_(
             LayerBatch(
                 x,
                 offsets[segment.start : segment.stop + 1],
                 segment.levels,
                 adds[segment.start : segment.stop],
-                keys=io.keys(bucket, segment, io.rank) if compressor.draws else None,
                 reserve=_room(bucket),
                 state=io.codec_states.get(segment.compressor.state_key),
+                **io.random_arguments(bucket, segment),
             )
         )
         if not segment.keeps:

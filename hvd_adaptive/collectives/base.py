@@ -12,7 +12,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Balance, Shards, cut, expected_bytes
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
-from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.feedback import FeedbackState, split
 from hvd_adaptive.layers import PayloadKind
 
@@ -90,6 +90,14 @@ class Buffers:
         return shaped(self.flat, self._bucket)
 
 
+class RandomArguments(TypedDict):
+    """Arguments of a :class:`~hvd_adaptive.compressors.base.LayerBatch`, described there."""
+
+    keys: npt.NDArray[np.uint64] | None
+    dithers: npt.NDArray[np.uint64] | None
+    rotation: int
+
+
 @dataclass(frozen=True, slots=True)
 class BucketIO:
     """What a scheme works with in one step of one bucket, besides the gradients.
@@ -122,6 +130,19 @@ class BucketIO:
         """Keys of the random numbers of one segment's layers in this step."""
         layers = [layer.index for layer in bucket.layers[segment.start : segment.stop]]
         return rng.layer_keys(self.seed, rank, self.step, layers)
+
+    def random_arguments(self, bucket: Bucket, segment: Segment) -> RandomArguments:
+        """All of a :class:`LayerBatch` that decides random numbers, for what this rank sends."""
+        compressor = segment.compressor
+        assert isinstance(compressor, GatheredCompressor), segment
+        keys = dithers = None
+        if compressor.correlated and self.ranks > 1:
+            keys = self.keys(bucket, segment, rng.SHARED)
+            dithers = rng.dithers(keys, self.rank, self.ranks)
+        elif compressor.draws:
+            keys = self.keys(bucket, segment, self.rank)
+        rotation = rng.rotation_key(self.seed, self.step)
+        return {"keys": keys, "dithers": dithers, "rotation": rotation}
 
 
 class Scheme(ABC):

@@ -130,8 +130,8 @@ def _compress(bucket: Bucket, work: list[Tensor], shards: Shards, io: BucketIO) 
             offsets[segment.start : segment.stop + 1],
             segment.levels,
             adds[layers],
-            keys=io.keys(bucket, segment, io.rank) if compressor.draws else None,
             state=io.codec_states.get(compressor.state_key),
+            **io.random_arguments(bucket, segment),
         )
         edges = shards.edges_of(segment)
         codes, stats = compressor.compress_shards_(batch, edges)
@@ -204,6 +204,7 @@ class _Owned:
                 keys=_keys(self._bucket, part, self._io) if compressor.draws else None,
                 state=self._io.codec_states.get(compressor.state_key),
                 learns=False,
+                rotation=rng.rotation_key(self._io.seed, self._io.step),
             )
         )
         self._bodies.append(body)

@@ -16,7 +16,7 @@ from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.planning import knapsack
 
-_OPTIONS = ("alq:coding=huffman", "redsync:values=sign")
+_OPTIONS = ("alq:coding=huffman", "redsync:values=sign", "qsgdinf:rotate=hadamard")
 """Besides every member with its defaults: what takes other paths through the kernels."""
 
 

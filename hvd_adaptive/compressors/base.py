@@ -131,11 +131,15 @@ class LayerContext:
         key: of the random numbers (see :mod:`hvd_adaptive.rng`), where there are any.
         shape: the layer's shape, where that matters; None takes the tensor as it is.
         state: of :meth:`Compressor.new_state`; None compresses as at the first step.
+        dither: of :func:`hvd_adaptive.rng.dithers`, where ``key`` is that of all ranks.
+        rotation: key of the rotation, where there is one.
     """
 
     key: int = 0
     shape: Shape | None = None
     state: CodecState | None = None
+    dither: int = 0
+    rotation: int = 0
 
 
 NO_CONTEXT = LayerContext()
@@ -154,6 +158,9 @@ class LayerBatch:
         keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
         reserve: bytes to leave free at the front of the result, for a header.
         state: of :meth:`Compressor.new_state`; None compresses as at the first step.
+        dithers: ``uint64[L]``, of :func:`hvd_adaptive.rng.dithers`, where ``keys`` are those of all
+            ranks; None takes the random numbers as they are.
+        rotation: key of the rotation, where there is one; bodies of one key are rotated back together.
     """
 
     x: Tensor
@@ -163,6 +170,8 @@ class LayerBatch:
     keys: npt.NDArray[np.uint64] | None = None
     reserve: int = 0
     state: CodecState | None = None
+    dithers: npt.NDArray[np.uint64] | None = None
+    rotation: int = 0
     learns: bool = True
     """Whether a :class:`Learner` that collects statistics looks at these layers, too."""
 
@@ -184,7 +193,7 @@ class LayerBatch:
         owners = self.layers_of(edges)
         begins = edges[:-1] - np.asarray(self.offsets)[owners]
         rows = list(zip(owners.tolist(), begins.tolist(), np.diff(edges).tolist(), strict=True))
-        grads, keys = self.grads, self.keys
+        grads, keys, dithers = self.grads, self.keys, self.dithers
         if grads is not None:
             grads = [grads[layer].view(-1)[start : start + size] for layer, start, size in rows]
         if keys is not None:
@@ -196,8 +205,18 @@ class LayerBatch:
                 ],
                 np.uint64,
             )
+        if dithers is not None:
+            dithers = dithers[owners]
         levels = [self.levels[layer] for layer in owners.tolist()]
-        return replace(self, offsets=edges, levels=levels, grads=grads, keys=keys, reserve=0)
+        return replace(
+            self,
+            offsets=edges,
+            levels=levels,
+            grads=grads,
+            keys=keys,
+            dithers=dithers,
+            reserve=0,
+        )
 
 
 class Compressor(ABC):
@@ -509,6 +528,8 @@ class GatheredCompressor(Compressor):
     payload_kind = PayloadKind.ENCODED
     draws: ClassVar[bool] = True
     """Whether random numbers are needed: without them, no keys are."""
+    correlated: bool = False
+    """Whether all ranks draw the same numbers, of which each makes its own by its dithers."""
 
     @abstractmethod
     def compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
@@ -586,8 +607,9 @@ class GatheredCompressor(Compressor):
     ) -> npt.NDArray[np.bool_]:
         """Set each ``out`` to ``scale`` times the sum of what all ``bodies`` hold of its layer.
 
-        As :meth:`decompress_layers_add_` of one after the other to zeros, bit for bit. When a
-        WireError is raised, what the outputs hold means nothing.
+        As :meth:`decompress_layers_add_` of one after the other to zeros: bit for bit, unless layers
+        were rotated, whose sum is rotated back and so rounded once. When a WireError is raised, what
+        the outputs hold means nothing.
         """
         if outs:
             torch._foreach_zero_(list(outs))
@@ -606,8 +628,16 @@ class GatheredCompressor(Compressor):
         """One layer: see :meth:`compress_layers_`."""
         check_input(x)
         offsets = np.array([0, x.numel()], dtype=np.int64)
-        keys = np.array([context.key], dtype=np.uint64)
-        batch = LayerBatch(x, offsets, [level], keys=keys, state=context.state)
+        keys, dithers = (np.array([word], np.uint64) for word in (context.key, context.dither))
+        batch = LayerBatch(
+            x,
+            offsets,
+            [level],
+            keys=keys,
+            state=context.state,
+            dithers=dithers,
+            rotation=context.rotation,
+        )
         data, stats = self.compress_layers_(batch)
         if stats.nonfinite[0]:
             raise ValueError(f"{self.name}: the tensor holds a NaN or an Inf; it was left as it was")

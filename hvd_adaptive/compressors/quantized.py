@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.compressors import rotation
 from hvd_adaptive.compressors.base import (
     NO_CONTEXT,
     CodecState,
@@ -36,6 +37,7 @@ from hvd_adaptive.compressors.base import (
 )
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.checks import check_bytes
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
 from hvd_adaptive.wire.quantized import (
@@ -58,6 +60,8 @@ class Quantizer(GatheredCompressor):
 
     widths: ClassVar[range] = range(1, MAX_BITS + 1)
     """Bits per value that there can be."""
+    rotate: str = "none"
+    """Whether layers are rotated before they are quantized: ``none`` or ``hadamard``."""
 
     @property
     @abstractmethod
@@ -96,6 +100,12 @@ class Quantizer(GatheredCompressor):
             ValueError: a level is not a number of bits that this compressor has, or the tensors do
                 not fit together.
         """
+        if self.rotate == "hadamard":
+            return rotation.compress_layers_(batch, self._compress_layers_)
+        return self._compress_layers_(batch)
+
+    def _compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
+        """Quantize all layers as they are."""
         bits = np.array([self._bits(level) for level in batch.levels], np.int64)
         state, reserve = batch.state, batch.reserve
         tables = self.tables(bits.tolist(), state)
@@ -105,7 +115,8 @@ class Quantizer(GatheredCompressor):
         front = quantized.write_codebooks(codebooks if self.rule.carried else [])
         room = reserve + (0 if self.entropy_coded else len(front))
         body, stats = for_device(batch.x.device).quantized.compress_(
-            batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room
+            *(batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room),
+            dithers=batch.dithers,
         )
         if self.entropy_coded:
             body = self._coded(body[room:], np.diff(batch.offsets), tables, codebooks, reserve)
@@ -138,6 +149,22 @@ class Quantizer(GatheredCompressor):
 
         When a WireError is raised, layers and blocks before the damage may have been added.
         """
+        if self.rotate == "hadamard":
+            return rotation.decompress_layers_sum_([body], outs, scale, self._add_layers_)
+        return self._add_layers_(body, outs, scale)
+
+    def decompress_layers_sum_(
+        self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Decode and sum; rotated bodies of one key are rotated back once, after summing them."""
+        if self.rotate == "none":
+            return super().decompress_layers_sum_(bodies, outs, scale)
+        if outs:
+            torch._foreach_zero_(list(outs))
+        return rotation.decompress_layers_sum_(bodies, outs, scale, self._add_layers_)
+
+    def _add_layers_(self, body: Tensor, outs: Sequence[Tensor], scale: float) -> npt.NDArray[np.bool_]:
+        """Decode a body without a rotation."""
         tables, start, body = self._opened(body, [out.numel() for out in outs])
         kernels = for_device(body.device).quantized
         marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables)
@@ -145,8 +172,7 @@ class Quantizer(GatheredCompressor):
 
     def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
         """The tables of a body, where its layers begin, and the body with its codes packed."""
-        if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
-            raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}{tuple(body.shape)}")
+        check_bytes(body)
         if body.numel() and not self.rule.carried and not body[0]:
             return self.rule.tables, 1, body
         data = body.cpu()
@@ -172,15 +198,26 @@ class Quantizer(GatheredCompressor):
         bits = [self._bits(level) for level in levels]
         if self.rule.rounding is Rounding.sign:
             one_layer, one_level = np.array([0, x.numel()]), [self.level]
-            _, stats = self.compress_layers_(LayerBatch(x.clone(), one_layer, one_level))
+            batch = LayerBatch(x.clone(), one_layer, one_level, rotation=context.rotation)
+            _, stats = self.compress_layers_(batch)
             # the means are what is nearest to their sides, so the remainder is orthogonal to them
             error = max(0.0, float(stats.energy[0] - stats.sent[0]))
             return np.full(len(bits), torch.nan if stats.nonfinite[0] else error)
         tables = self.tables(bits, context.state)
         kernels = for_device(x.device).quantized
-        weights, beyond = kernels.norm_histogram(x, self.rule, squared=True)
+        weights, beyond = self._norm_histogram(x, context, squared=True)
         errors, _ = kernels.expected_error_at(weights, tables, bits)
         return errors + beyond
+
+    def _norm_histogram(
+        self, x: Tensor, context: LayerContext, *, squared: bool
+    ) -> tuple[Float64s, float]:
+        """The histogram of what is rounded, and the squared error of what saturates."""
+        kernels, too_large = for_device(x.device).quantized, 0.0
+        if self.rotate == "hadamard":
+            x, too_large = rotation.rotated(x, context.rotation)
+        weights, beyond = kernels.norm_histogram(x, self.rule, squared=squared)
+        return weights, beyond + too_large
 
     @property
     def size_varies(self) -> bool:
@@ -208,7 +245,7 @@ class Quantizer(GatheredCompressor):
         bits = [self._bits(level) for level in levels]
         tables = self.tables(bits, context.state)
         most = [self._packed_body(numel, width, int(tables.alphabets[width])) for width in bits]
-        weights, beyond = kernels.norm_histogram(x, self.rule, squared=False)
+        weights, beyond = self._norm_histogram(x, context, squared=False)
         if not numel or np.isnan(beyond):
             return np.array(most)
         _, counts = kernels.expected_error_at(weights, tables, bits)
@@ -234,6 +271,7 @@ class Quantizer(GatheredCompressor):
     def _packed_body(self, numel: int, bits: int, alphabet: int) -> int:
         """Bytes of a layer alone, whose codes are packed."""
         codebooks = quantized.codebook_bytes(bits) if self.rule.carried else 0
+        codebooks += quantized.ROTATION_BYTES if self.rotate == "hadamard" else 0
         return 1 + codebooks + quantized.layer_bytes(numel, bits, alphabet, self.rule)
 
     def _bits(self, level: Level) -> int:
@@ -275,6 +313,10 @@ class _Random(Quantizer):
         block: elements that share a norm.
         coding: ``fixed`` packs codes at their width; ``huffman`` codes them by how often they occur,
             where that takes fewer bytes.
+        correlated: whether the ranks' random numbers are spread evenly, so that rounding errors cancel
+            in the mean (see :func:`hvd_adaptive.rng.dithers`).
+        rotate: ``none``, or ``hadamard``: quantize randomly rotated layers (see
+            :mod:`hvd_adaptive.compressors.rotation`).
 
     Raises:
         ValueError: an option is out of its range.
@@ -283,6 +325,8 @@ class _Random(Quantizer):
     bits: int = 4
     block: int = 512
     coding: str = "fixed"
+    correlated: bool = dataclasses.field(default=False, kw_only=True)
+    rotate: str = dataclasses.field(default="none", kw_only=True)
 
     norm_of_block: ClassVar[Norm] = Norm.l2
     rounding: ClassVar[Rounding] = Rounding.uniform
@@ -290,6 +334,7 @@ class _Random(Quantizer):
     def __post_init__(self) -> None:
         self._bits(self.bits)
         _check_choice(self.name, "coding", self.coding, CODINGS)
+        _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
 
     @property
@@ -309,6 +354,7 @@ class _Random(Quantizer):
 
 
 CODINGS = ("fixed", "huffman")
+ROTATIONS = ("none", "hadamard")
 
 
 def _check_choice(name: str, option: str, value: str, known: Sequence[str]) -> None:
@@ -336,6 +382,8 @@ class QSGD(_Random):
         bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -364,6 +412,8 @@ class QSGDInf(_Random):
         bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -392,6 +442,8 @@ class NUQSGD(_Random):
         bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -421,6 +473,8 @@ class Natural(_Random):
         bits: 2 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``fixed`` or ``huffman``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -454,6 +508,8 @@ class TernGrad(Quantizer):
         clip: magnitudes saturate at this many root mean squares of the block (the paper's 2.5 standard
             deviations): less variance, but biased. 0 does not clip.
         coding: ``fixed`` or ``huffman``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: an option is out of its range.
@@ -470,6 +526,8 @@ class TernGrad(Quantizer):
     block: int = 512
     clip: float = 0.0
     coding: str = "fixed"
+    correlated: bool = False
+    rotate: str = "none"
 
     name = "terngrad"
     widths = range(2, 3)
@@ -477,6 +535,7 @@ class TernGrad(Quantizer):
 
     def __post_init__(self) -> None:
         _check_choice(self.name, "coding", self.coding, CODINGS)
+        _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
         if not 0.0 <= self.clip < float("inf"):
             raise ValueError(f"terngrad: clip is 0 or a number of deviations, got {self.clip}")
@@ -502,12 +561,14 @@ class _Signs(Quantizer):
     """Members that send one bit per value and what it stands for in each block."""
 
     block: int = 512
+    rotate: str = "none"
 
     widths = range(1, 2)
     level = 1
     draws = False
 
     def __post_init__(self) -> None:
+        _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
 
 
@@ -521,6 +582,7 @@ class SignSGD(_Signs):
 
     Args:
         block: 1 to 65,536 elements that share a mean.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: block out of its range.
@@ -552,6 +614,7 @@ class OneBit(_Signs):
 
     Args:
         block: 1 to 65,536 elements that share the two means.
+        rotate: ``none`` or ``hadamard``.
 
     Raises:
         ValueError: block out of its range.
@@ -583,6 +646,8 @@ class _Learned(_Random):
         bits: bits per value.
         block: elements that share a norm.
         coding: ``huffman`` or ``fixed``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
@@ -617,8 +682,10 @@ class _Learned(_Random):
 
     @property
     def state_key(self) -> Compressor:
-        """Levels are learned for all bits, and whatever the coding."""
-        return dataclasses.replace(self, bits=type(self).bits, coding=type(self).coding)
+        """Levels are learned for all bits, and whatever the coding and the random numbers."""
+        return dataclasses.replace(
+            self, bits=type(self).bits, coding=type(self).coding, correlated=False
+        )
 
     def new_state(self) -> LearnedLevels:
         """The levels to start from."""
@@ -658,6 +725,8 @@ class ALQ(_Learned):
         bits: 2 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``huffman`` or ``fixed``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
@@ -696,7 +765,9 @@ class ALQ(_Learned):
     def state_key(self) -> Compressor:
         """As of the others; but levels with 0 are not those without."""
         zero = str(self.with_zero).lower()
-        return dataclasses.replace(self, bits=type(self).bits, coding=type(self).coding, zero=zero)
+        return dataclasses.replace(
+            self, bits=type(self).bits, coding=type(self).coding, zero=zero, correlated=False
+        )
 
     @property
     def with_zero(self) -> bool:
@@ -720,6 +791,8 @@ class AMQ(_Learned):
         bits: 1 to 8 bits per value.
         block: 1 to 65,536 elements that share a norm.
         coding: ``huffman`` or ``fixed``.
+        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
+        rotate: ``none`` or ``hadamard``.
         norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.

@@ -29,6 +29,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "sparse": ("reference", "cpu"),
         "quantized": ("reference", "cpu"),
         "entropy": ("reference", "cpu"),
+        "rotation": ("reference", "cpu"),
         "subset": ("reference", "cpu"),
     }.items()
 }
@@ -323,6 +324,7 @@ class QuantizedKernels(Protocol):
         grads: Sequence[Tensor] | None = None,
         keys: npt.NDArray[np.uint64] | None = None,
         reserve: int = 0,
+        dithers: npt.NDArray[np.uint64] | None = None,
     ) -> tuple[Tensor, npt.NDArray[np.float64]]:
         """Add the gradients, round each layer to the levels of its bits, and encode that.
 
@@ -348,6 +350,8 @@ class QuantizedKernels(Protocol):
                 device of ``x``; None adds nothing.
             keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
             reserve: bytes to leave free, with whatever they hold, in front.
+            dithers: ``uint64[L]``, of :func:`hvd_adaptive.rng.dithers`, where the keys are those of all
+                ranks; None takes the random numbers as they are.
 
         Returns:
             ``(data, stats)``: uint8, 1-D, on the device of ``x``: ``reserve`` bytes and the layers as
@@ -427,6 +431,48 @@ class QuantizedKernels(Protocol):
         Returns:
             The errors, ``float64[W]``, and each code's weight, ``float64[W, LEVELS]``, 0 where there is
             no level.
+        """
+
+
+class RotationKernels(Protocol):
+    """Randomized Hadamard rotation of layers, which spreads each value over a chunk.
+
+    How it is made is described in :mod:`hvd_adaptive.kernels.rotation`. Source: Suresh, Yu, Kumar and
+    McMahan, "Distributed Mean Estimation with Limited Communication" (ICML 2017), section 3.
+    """
+
+    def rotate_(
+        self, layers: Sequence[Tensor], key: int, grads: Sequence[Tensor] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Add the gradients and rotate the sums in place.
+
+        Orthonormal: lengths and angles stay what they are, but for float32 rounding.
+
+        Args:
+            layers: contiguous float32, of any shape.
+            key: of the random signs.
+            grads: one per layer, of as many elements; None adds nothing.
+
+        Returns:
+            ``uint8[L]``: 0 where the layer was rotated; 1 where the sum has a NaN or an Inf, 2 where it
+            has a magnitude above :data:`LARGEST_ROTATED`. These layers keep what they held.
+
+        Raises:
+            ValueError: the tensors are not as described.
+        """
+
+    def rotate_back_(
+        self, layers: Sequence[Tensor], key: int, outs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Undo :meth:`rotate_`, in place or into ``outs``; :data:`LARGEST_BACK` saturates.
+
+        Args:
+            layers: contiguous float32, of any shape.
+            key: that of the rotation.
+            outs: one per layer, of as many elements: added to, instead of changing ``layers``.
+
+        Raises:
+            ValueError: the tensors are not as described.
         """
 
 
@@ -575,6 +621,11 @@ class Kernels:
     def entropy(self) -> EntropyKernels:
         """Huffman coding; of tensors in host memory, whatever the backend."""
         return cast(EntropyKernels, self._family("entropy"))
+
+    @functools.cached_property
+    def rotation(self) -> RotationKernels:
+        """Randomized Hadamard rotation."""
+        return cast(RotationKernels, self._family("rotation"))
 
     @functools.cached_property
     def subset(self) -> SubsetKernels:

@@ -110,7 +110,7 @@ def check_thresholds(
 
 def check_outs(body: Tensor, outs: Sequence[Tensor], whole: bool = False) -> list[int]:
     """The numbers of elements of the tensors that a body is added to; ValueError where one is unfit."""
-    _check_bytes(body)
+    check_bytes(body)
     for out in outs:
         if out.dtype != torch.float32 or not out.is_contiguous() or out.is_cpu != body.is_cpu:
             raise ValueError(
@@ -130,12 +130,12 @@ def check_bodies(bodies: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def check_body(body: Tensor, x: Tensor) -> None:
     """ValueError unless ``body`` is bytes on the device of ``x``."""
-    _check_bytes(body)
+    check_bytes(body)
     if body.is_cpu != x.is_cpu:
         raise ValueError(f"a body must be on the device of x, {x.device}, got {_describe(body)}")
 
 
-def _check_bytes(body: Tensor) -> None:
+def check_bytes(body: Tensor) -> None:
     if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
         raise ValueError(f"a body is 1-D contiguous uint8, got {_describe(body)}")
 
@@ -163,6 +163,16 @@ def check_counts(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     return counts
 
 
+def check_rotated(layers: Sequence[Tensor], others: Sequence[Tensor] | None) -> None:
+    """ValueError unless all are contiguous float32, and ``others`` are of the layers' sizes."""
+    for each in (*layers, *(others or ())):
+        if each.dtype != torch.float32 or not each.is_contiguous():
+            raise ValueError(f"layers that are rotated are contiguous float32, got {_describe(each)}")
+    sizes = [layer.numel() for layer in layers]
+    if others is not None and [other.numel() for other in others] != sizes:
+        raise ValueError(f"layers of {sizes} elements do not fit {[o.numel() for o in others]}")
+
+
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}, stride {tensor.stride()} on {tensor.device}"
 
@@ -176,7 +186,7 @@ def check_bits(bits: npt.NDArray[np.int64], tables: Tables) -> None:
 
 
 def check_keys(keys: npt.NDArray[np.uint64] | None, layers: int) -> npt.NDArray[np.uint64]:
-    """The keys as contiguous uint64, 0 if there are none; ValueError unless there is one per layer."""
+    """Keys or dithers as contiguous uint64, 0 if there are none; ValueError unless one per layer."""
     if keys is None:
         return np.zeros(layers, np.uint64)
     if keys.shape != (layers,) or keys.dtype != np.uint64:

@@ -12,6 +12,9 @@ Everything is little endian. A **body** is::
       f32   norms, one per block (two for the rule ``sides``)
       ...   the codes: packed, or u32 bytes of a Huffman stream and the stream
 
+A body of **rotated** layers is 0x81, the u64 key of the rotation, and a body as above, of the layers
+after :meth:`~hvd_adaptive.kernels.base.RotationKernels.rotate_`.
+
 * A layer is cut into blocks of ``block`` elements; the last one is what is left.
 * The **magnitudes** of ``bits`` are 2^(bits - 1) float32, rising, the last one 1. If the first is 0
   the signed levels are their negatives, zero, and they: 2^bits - 1. If it is above 0 the levels are
@@ -49,6 +52,9 @@ TRIT_BYTES = 3**TRITS
 WITH_TABLE = 0x10
 WITH_HUFFMAN = 0x20
 HUFFMAN = 0x40
+ROTATED = 0x81
+ROTATION_BYTES = 9
+"""In front of a body of rotated layers."""
 NONFINITE = 0x80
 
 Float32s = npt.NDArray[np.float32]
@@ -237,6 +243,7 @@ class Damage(enum.IntEnum):
     table = 8
     huffman = 9
     stream = 10
+    rotation = 11
 
     @property
     def text(self) -> str:
@@ -256,6 +263,7 @@ _DAMAGE_TEXT = {
     Damage.table: "the levels do not rise from 0 or more to 1",
     Damage.huffman: "the lengths of a Huffman code are cut short or fit no code",
     Damage.stream: "a Huffman stream holds no code, or is not as long as its length says",
+    Damage.rotation: "the key of the rotation is cut short, or there is none",
 }
 
 
@@ -277,6 +285,35 @@ def damaged(damage: int, layer: int, numel: int, position: int, size: int) -> Wi
     return WireError(
         f"damaged quantized payload: {Damage(damage).text} ({where}, at byte {position} of {size})"
     )
+
+
+# --- rotation ---------------------------------------------------------------------------------------
+
+
+def write_rotation(key: int) -> bytes:
+    """The front of a body of rotated layers.
+
+    Example:
+        >>> write_rotation(258).hex()
+        '810201000000000000'
+    """
+    return struct.pack("<BQ", ROTATED, key)
+
+
+def read_rotation(front: bytes, size: int) -> int:
+    """The key that :func:`write_rotation` wrote.
+
+    Args:
+        front: the first :data:`ROTATION_BYTES` of a body, or all of it if it is shorter.
+        size: bytes of the body.
+
+    Raises:
+        WireError: it has no key.
+    """
+    if len(front) < ROTATION_BYTES or front[0] != ROTATED:
+        raise damaged(Damage.rotation, -1, 0, 0, size)
+    _, key = struct.unpack("<BQ", front)
+    return int(key)
 
 
 # --- codebooks ---------------------------------------------------------------------------------------

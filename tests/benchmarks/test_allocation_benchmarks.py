@@ -17,6 +17,7 @@ from benchmarks.micro import bucket_costs
 from benchmarks.report import report
 
 QUICK = {
+    "accuracy.aggregate_error": ("both: times less", "MLP, 8 ranks, two shots"),
     "accuracy.allocation": ("times fewer bytes", "MLP, powersgd:rank=4"),
     "micro.bucket_costs": ("intercept", "r2 of single steps"),
     "micro.planning_cost": ("other steps", "MLP, topk"),

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 import hvd_adaptive as hva
 from hvd_adaptive import rng
 from hvd_adaptive.comm import agreement
-from hvd_adaptive.compressors import REGISTRY, Compressor, LinearCompressor, parse
+from hvd_adaptive.compressors import (
+    REGISTRY,
+    Compressor,
+    GatheredCompressor,
+    LinearCompressor,
+    parse,
+)
 from hvd_adaptive.compressors.base import CastCompressor, LayerContext, Learner, LinearBatch
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
@@ -57,6 +63,8 @@ SPECS = {
     "onebit": "onebit",
     "alq": "alq:bits=3",
     "amq": "amq:bits=3",
+    "correlated": "qsgd:bits=3,correlated=true",
+    "rotated": "qsgdinf:bits=4,correlated=true,rotate=hadamard",
 }
 SHAPES = {"wide": (48, 64), "tall": (1500, 4), "conv": (16, 12, 3, 3), "bias": (100,)}
 COMPRESSED = [n for n in SPECS if n not in ("none", "fp16", "bf16")]
@@ -82,7 +90,7 @@ def gradients(step: int, rank: int | None = None) -> dict[str, Tensor]:
 
 
 def test_every_registered_compressor_is_in_the_table() -> None:
-    assert set(SPECS) == set(REGISTRY)
+    assert {spec.partition(":")[0] for spec in SPECS.values()} == set(REGISTRY)
 
 
 def make(compression: str, **options: Any) -> tuple[nn.Module, Any]:
@@ -187,10 +195,11 @@ class ByHand:
         sent, rests = [], []
         for rank, x in enumerate(xs):
             rest, out = x.clone(), torch.zeros_like(x)
-            (key,) = rng.layer_keys(0, rank, step, [layer.index])
-            payload = compressor.compress_(
-                rest, compressor.level, LayerContext(key=int(key), state=state)
-            )
+            correlated = isinstance(compressor, GatheredCompressor) and compressor.correlated
+            keys = rng.layer_keys(0, rng.SHARED if correlated else rank, step, [layer.index])
+            dither = int(rng.dithers(keys, rank, len(xs))[0]) if correlated else 0
+            context = LayerContext(int(keys[0]), None, state, dither, rng.rotation_key(0, step))
+            payload = compressor.compress_(rest, compressor.level, context)
             compressor.decompress_add_(payload, out)
             sent.append(out)
             rests.append(rest)

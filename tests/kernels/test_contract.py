@@ -19,6 +19,7 @@ from hvd_adaptive.kernels.base import (
     EntropyKernels,
     Kernels,
     QuantizedKernels,
+    RotationKernels,
     SparseKernels,
     SubsetKernels,
 )
@@ -208,7 +209,9 @@ def test_cpu_and_reference_add_and_clear_the_same(
     assert np.array_equal(*results)
 
 
-@pytest.mark.parametrize("protocol", [SparseKernels, QuantizedKernels, EntropyKernels, SubsetKernels])
+@pytest.mark.parametrize(
+    "protocol", [SparseKernels, QuantizedKernels, RotationKernels, EntropyKernels, SubsetKernels]
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_every_family_of_every_backend_has_what_its_protocol_says(backend: str, protocol: type) -> None:
     family = protocol.__name__.removesuffix("Kernels").lower()

@@ -38,6 +38,8 @@ OPTIONS = (
     "qsgd:bits=8",
     "alq:coding=fixed",
     "terngrad:clip=2.5",
+    "qsgdinf:bits=3,rotate=hadamard",
+    "qsgd:bits=2,coding=huffman,rotate=hadamard",
 )
 """Beside every member as it is: other formats of values and codes."""
 KEY = 12_345

@@ -22,6 +22,9 @@ _I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 _EIGHT_F32 = ir.VectorType(ir.FloatType(), 8)
 _EIGHT_F64 = ir.VectorType(ir.DoubleType(), 8)
 LANES = 64
+ROTATED = 16
+"""Values that :func:`butterflies_within` and :func:`butterflies_across` load at once."""
+_SIXTEEN_F32 = ir.VectorType(ir.FloatType(), ROTATED)
 
 
 def _pointer(element: Any) -> Any:
@@ -234,6 +237,51 @@ def _put_chosen(remainder: bool) -> Any:
     return put
 
 
+def _butterflies_within(typingctx, address):
+    """Butterflies of the distances 1, 2, 4 and 8 of the 16 float32 at an address, in this order."""
+    del typingctx, address
+
+    def codegen(context, builder, signature, args):
+        del signature
+        pointer = builder.inttoptr(args[0], _SIXTEEN_F32.as_pointer())
+        values = builder.load(pointer, align=4)
+        for distance in (1, 2, 4, 8):
+            places = [lane ^ distance for lane in range(ROTATED)]
+            signs = [-1.0 if lane & distance else 1.0 for lane in range(ROTATED)]
+            order = ir.Constant(ir.VectorType(_I32, ROTATED), places)
+            partners = builder.shuffle_vector(values, values, order)
+            # the upper of two gets partner - value
+            signed = builder.fmul(values, ir.Constant(_SIXTEEN_F32, signs))
+            values = builder.fadd(partners, signed)
+        builder.store(values, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def _butterflies_across(typingctx, address, step):
+    """Butterflies between the 16 float32 at ``address`` and those 1, 2 and 3 steps (bytes) further.
+
+    First those of a distance of one step, then those of two.
+    """
+    del typingctx, address, step
+
+    def codegen(context, builder, signature, args):
+        del signature
+        places = [args[0]]
+        for _ in range(3):
+            places.append(builder.add(places[-1], args[1]))
+        pointers = [builder.inttoptr(place, _SIXTEEN_F32.as_pointer()) for place in places]
+        a, b, c, d = (builder.load(pointer, align=4) for pointer in pointers)
+        a, b, c, d = builder.fadd(a, b), builder.fsub(a, b), builder.fadd(c, d), builder.fsub(c, d)
+        results = builder.fadd(a, c), builder.fadd(b, d), builder.fsub(a, c), builder.fsub(b, d)
+        for result, pointer in zip(results, pointers, strict=True):
+            builder.store(result, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 def _stream(typingctx, source, target):
     """Copy 8 float32 to a multiple of 32 bytes, past the cache; a fence must follow."""
     del typingctx, source, target
@@ -290,6 +338,8 @@ add_and_survey: Any = intrinsic(_observe_all(add=True))
 in_bin: Any = intrinsic(_in_bin)
 """Which of 64 float32 have magnitudes whose upper 16 bits are those of a number."""
 prefetch: Any = intrinsic(_prefetch)
+butterflies_within: Any = intrinsic(_butterflies_within)
+butterflies_across: Any = intrinsic(_butterflies_across)
 stream: Any = intrinsic(_stream)
 fence: Any = intrinsic(_fence)
 below_zero: Any = intrinsic(_below_zero)

@@ -47,6 +47,7 @@ from hvd_adaptive.kernels.cpu.rounding import (
     leave_remainder,
     random_word,
     saturated_share,
+    stream_of,
 )
 from hvd_adaptive.kernels.cpu.streams import SLACK
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
@@ -175,7 +176,7 @@ def _measure(x, g, n, block, norm, clip, out, work):
 
 
 @kernel
-def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, work):
+def _encode(x, g, n, bits, stream, rule, levels, alphabet, norms, out, work):
     """The second pass over a layer whose norms are written: (energy sent, address after the codes)."""
     block, norm, rounding, _ = rule
     sums, _, codes, decoded, _, _, _, _ = work
@@ -190,7 +191,7 @@ def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, work):
         scale, table = block_levels(norms, norm == SIDES, levels, pair)
         norms += 8 if norm == SIDES else 4
         chosen = codes[ready:]
-        choose_codes(values, size, scale, rounding, bits, levels, alphabet, key, start, chosen, work)
+        choose_codes(values, size, scale, rounding, bits, levels, alphabet, stream, start, chosen, work)
         decode_codes(chosen, size, scale, rounding, table, alphabet, decoded)
         sent += leave_remainder(x + 4 * start, values, size, decoded)
         ready += size
@@ -205,7 +206,7 @@ def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, work):
 
 
 @kernel
-def _compress_layer(x, g, n, bits, key, rule, levels, alphabet, out, stats, work):
+def _compress_layer(x, g, n, bits, stream, rule, levels, alphabet, out, stats, work):
     """One layer, from the gradient to the payload; returns the address after it."""
     block, norm, _, clip = rule
     norms = out + 1
@@ -216,13 +217,13 @@ def _compress_layer(x, g, n, bits, key, rule, levels, alphabet, out, stats, work
         store_u8(out, uint8(NONFINITE))
         return norms
     store_u8(out, uint8(bits))
-    sent, out = _encode(x, g, n, bits, key, rule, levels, alphabet, norms, codes, work)
+    sent, out = _encode(x, g, n, bits, stream, rule, levels, alphabet, norms, codes, work)
     stats[0], stats[1] = energy, sent
     return out
 
 
 @kernel
-def _compress_layers(x, offsets, bits, keys, grads, rule, levels, alphabets, out, stats, work):
+def _compress_layers(x, offsets, bits, keys, dithers, grads, rule, levels, alphabets, out, stats, work):
     """All layers of a bucket; returns the bytes written."""
     start = out
     for layer in range(len(bits)):
@@ -232,7 +233,7 @@ def _compress_layers(x, offsets, bits, keys, grads, rule, levels, alphabets, out
             grads[layer],
             offsets[layer + 1] - first,
             width,
-            keys[layer],
+            stream_of(keys[layer], dithers[layer]),
             rule,
             levels[width],
             alphabets[width],
@@ -288,6 +289,7 @@ def compress_(
     grads: Sequence[Tensor] | None = None,
     keys: npt.NDArray[np.uint64] | None = None,
     reserve: int = 0,
+    dithers: npt.NDArray[np.uint64] | None = None,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`: the same bytes, faster.
 
@@ -296,7 +298,7 @@ def compress_(
     """
     offsets, bits = check_layers(x, offsets, bits, grads)
     check_bits(bits, tables)
-    keys = check_keys(keys, len(bits))
+    keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     addresses = np.zeros(len(bits), np.int64)
     if grads is not None:
         addresses[:] = [grad.data_ptr() for grad in grads]
@@ -311,6 +313,7 @@ def compress_(
         offsets,
         bits,
         keys,
+        dithers,
         addresses,
         _numbers_of(rule),
         tables.levels,

@@ -36,9 +36,11 @@ def random_word(i, low, high):
 
 
 @kernel
-def _uniform(i, low, high):
+def _uniform(i, stream):
     """Number i of a stream, one of the 2^24 multiples of 2^-24 in [0, 1)."""
-    return np.float32(int32(random_word(i, low, high) >> uint32(8))) * np.float32(2.0**-24)
+    low, high, mirror, shift = stream
+    word = uint32((random_word(i, low, high) ^ mirror) + shift)
+    return np.float32(int32(word >> uint32(8))) * np.float32(2.0**-24)
 
 
 @kernel
@@ -52,25 +54,33 @@ def key_halves(key):
 
 
 @kernel
+def stream_of(key, dither):
+    """What a layer's random numbers are made of: see :func:`hvd_adaptive.rng.dithers`."""
+    low, high = key_halves(key)
+    word = uint64(dither)
+    return low, high, uint32(word >> uint64(32)), uint32(word & uint64(0xFFFFFFFF))
+
+
+@kernel
 def saturated_share(value, norm):
     """value / norm, saturated: what is left to round."""
     return min(max(value / norm, np.float32(-1)), np.float32(1))
 
 
 @kernel
-def _round_uniform(address, n, norm, top, low, high, first, codes):
+def _round_uniform(address, n, norm, top, stream, first, codes):
     """Codes of n values for 2 top + 1 evenly spaced levels."""
     a = carray(float32_pointer(address), n)
     middle = np.float32(top)
     for i in range(n):
         scaled = saturated_share(a[i], norm) * middle
         below = np.floor(scaled)
-        up = np.float32(_uniform(uint32(first + i), low, high) < scaled - below)
+        up = np.float32(_uniform(uint32(first + i), stream) < scaled - below)
         codes[i] = uint8(np.int32(below + middle + up))
 
 
 @kernel
-def _round_powers(address, n, norm, top, low, high, first, codes):
+def _round_powers(address, n, norm, top, stream, first, codes):
     """Codes of n values for the levels 0 and 2^-j, j < top: a level's index is its exponent."""
     a = carray(float32_pointer(address), n)
     middle = np.float32(top)
@@ -84,13 +94,13 @@ def _round_powers(address, n, norm, top, low, high, first, codes):
         gap = bits_float(word) if level > 0 else least
         inside = abs(share) - below
         inside = gap - inside if share < 0 else inside
-        up = np.float32(_uniform(uint32(first + i), low, high) < inside / gap)
+        up = np.float32(_uniform(uint32(first + i), stream) < inside / gap)
         lower = np.float32(-1) - level if share < 0 else level
         codes[i] = uint8(np.int32(middle + lower + up))
 
 
 @kernel
-def _round_table(address, n, norm, levels, bits, alphabet, low, high, first, codes, work):
+def _round_table(address, n, norm, levels, bits, alphabet, stream, first, codes, work):
     """Codes of n values for any rising levels: bisection, a step for all values at a time."""
     _, _, _, shares, below, gap, search, gaps = work
     a = carray(float32_pointer(address), n)
@@ -112,7 +122,7 @@ def _round_table(address, n, norm, levels, bits, alphabet, low, high, first, cod
         gap[i] = gaps[codes[i]]
     for i in range(n):
         part = (shares[i] - below[i]) / gap[i]
-        codes[i] += uint8(_uniform(uint32(first + i), low, high) < part)
+        codes[i] += uint8(_uniform(uint32(first + i), stream) < part)
 
 
 @kernel
@@ -124,19 +134,18 @@ def _round_sign(address, n, codes):
 
 
 @kernel
-def choose_codes(address, n, norm, rounding, bits, levels, alphabet, key, first, codes, work):
+def choose_codes(address, n, norm, rounding, bits, levels, alphabet, stream, first, codes, work):
     """Codes of one block."""
-    low, high = key_halves(key)
     norm = norm if norm > 0 else np.float32(1)
     top = (alphabet - 1) >> 1
     if rounding == SIGN:
         _round_sign(address, n, codes)
     elif rounding == UNIFORM and bits > 1:
-        _round_uniform(address, n, norm, top, low, high, first, codes)
+        _round_uniform(address, n, norm, top, stream, first, codes)
     elif rounding == POWERS and bits > 1:
-        _round_powers(address, n, norm, top, low, high, first, codes)
+        _round_powers(address, n, norm, top, stream, first, codes)
     else:
-        _round_table(address, n, norm, levels, bits, alphabet, low, high, first, codes, work)
+        _round_table(address, n, norm, levels, bits, alphabet, stream, first, codes, work)
 
 
 @kernel

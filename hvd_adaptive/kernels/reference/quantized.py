@@ -87,7 +87,7 @@ def block_norms(rows: Tensor, sizes: Tensor, rule: QuantizationRule) -> Tensor:
     return norms.clamp(max=LARGEST_NORM).unsqueeze(1)
 
 
-def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor:
+def uniforms(numel: int, key: int, device: torch.device | None = None, dither: int = 0) -> Tensor:
     """The random numbers of a stream: multiples of 2^-24 in [0, 1), float32.
 
     Number ``i`` is a hash of ``i`` and ``key``: the 32-bit mixer "lowbias32" (Wellons, "Prospecting
@@ -98,15 +98,17 @@ def uniforms(numel: int, key: int, device: torch.device | None = None) -> Tensor
         numel: how many, from the first on.
         key: 64 bits.
         device: where.
+        dither: what this rank makes of them: see :func:`hvd_adaptive.rng.dithers`.
 
     Example:
         >>> uniforms(3, key=1).tolist()
         [0.8843241930007935, 0.660982608795166, 0.4252762794494629]
     """
-    return (_words(numel, key, device) >> 8).float() * 2.0**-24
+    word = ((words(numel, key, device) ^ (dither >> 32)) + (dither & _WORD)) & _WORD
+    return (word >> 8).float() * 2.0**-24
 
 
-def _words(numel: int, key: int, device: torch.device | None) -> Tensor:
+def words(numel: int, key: int, device: torch.device | None) -> Tensor:
     """32 random bits each, int64: see :func:`uniforms`."""
     key = mix(key)
     h = torch.arange(numel, device=device) ^ (key & _WORD)
@@ -129,7 +131,7 @@ def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
     """
     bits = x.view(torch.int32)
     magnitudes = bits & MAGNITUDE
-    noise = (_words(x.numel(), key, x.device) >> 16).int()
+    noise = (words(x.numel(), key, x.device) >> 16).int()
     rounded = (magnitudes.clamp(max=LARGEST_BF16) + noise) >> 16
     rounded = torch.where(magnitudes > INF, NAN_BF16, rounded)
     out.view(torch.int16).copy_(rounded | ((bits >> 16) & -0x8000))
@@ -191,15 +193,14 @@ def unpack(data: Tensor, bits: int, alphabet: int) -> Tensor:
 
 
 def _compress_layer_(
-    x: Tensor, bits: int, rule: QuantizationRule, tables: Tables, key: int
+    x: Tensor, bits: int, rule: QuantizationRule, tables: Tables, random: Tensor
 ) -> tuple[list[Tensor], float, float]:
     """Code a finite ``x``, leave the remainder: (parts, its energy, energy sent)."""
     levels = torch.from_numpy(tables.signed(bits)).to(x.device)
     rows, sizes = in_rows(x, rule.block), block_sizes(x.numel(), rule.block, x.device)
     energy = float(_totals(rows.double().square()).sum())
     norms = block_norms(rows, sizes, rule)
-    random = in_rows(uniforms(x.numel(), key, x.device), rule.block)
-    codes = _round(_shares(rows, norms[:, :1]), random, rule, levels)
+    codes = _round(_shares(rows, norms[:, :1]), in_rows(random, rule.block), rule, levels)
     if rule.rounding is Rounding.sign:
         codes = (rows >= 0).long()
     decoded = _decoded(codes, norms, rule, levels).view(-1)[: x.numel()]
@@ -222,6 +223,7 @@ def compress_(
     grads: Sequence[Tensor] | None = None,
     keys: npt.NDArray[np.uint64] | None = None,
     reserve: int = 0,
+    dithers: npt.NDArray[np.uint64] | None = None,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`.
 
@@ -238,7 +240,7 @@ def compress_(
     """
     offsets, bits = check_layers(x, offsets, bits, grads)
     check_bits(bits, tables)
-    keys = check_keys(keys, len(bits))
+    keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]
     stats = np.zeros((len(bits), 3))
     for layer, width in enumerate(bits.tolist()):
@@ -249,7 +251,8 @@ def compress_(
             parts.append(_bytes(NONFINITE, x.device))
             continue
         part.copy_(total)
-        encoded, energy, sent = _compress_layer_(part, width, rule, tables, int(keys[layer]))
+        random = uniforms(part.numel(), int(keys[layer]), x.device, int(dithers[layer]))
+        encoded, energy, sent = _compress_layer_(part, width, rule, tables, random)
         stats[layer] = (energy, sent, 0)
         parts += encoded
     return torch.cat(parts), stats
