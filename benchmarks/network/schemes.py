@@ -49,7 +49,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, blocks: 
         cases[title] = {method: _summary([rank[method] for rank in everyone]) for method in METHODS}
         print(report.table(rows({title: cases[title]})), flush=True)
         if out is not None:
-            report.write(out.stem, {"preset": PRESET, "cases": cases}, out.parent)
+            figures = {"preset": PRESET, "cases": cases, "missed": missed(cases)}
+            report.write(out.stem, figures, out.parent)
 
 
 def _summary(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -152,6 +152,13 @@ def decisions() -> str:
         [
             f"at most {slow}",
             f"{codes} or more",
+            "any",
+            f'`{SPECS["qsgd"]}`, `scheme="auto"`',
+            _two_shots(),
+        ],
+        [
+            f"at most {slow}",
+            f"{codes} or more",
             "matrices",
             f"`{SPECS['powersgd']}`",
             f"1,024 ranks, 25 M parameters: {_far(slow, *ranks)} with fp16; check the score",
@@ -165,6 +172,16 @@ def decisions() -> str:
         ],
     ]
     return table(["links", "ranks", "model", "write", "because"], rows)
+
+
+def _two_shots() -> str:
+    """What two shots gain where an allgather loses."""
+    from benchmarks.network.schemes import HALF_AT, STOCK, step
+
+    methods = load("schemes")["cases"][HALF_AT]
+    stock = step(methods, STOCK)
+    gain, loss = (stock / step(methods, f"qsgd:bits=4 {name}") for name in ("auto", "allgather"))
+    return f"{gain:.1f} x faster LSTM steps than fp16 on {HALF_AT} links; {loss:.1f} x by allgather"
 
 
 def ranks() -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.harness import command_line
 from benchmarks.micro import overhead
-from benchmarks.network import priority, training
+from benchmarks.network import priority, schemes, training
 from benchmarks.network import training_tables as tables
 from benchmarks.report import plots, report
 from launch.training import options
@@ -334,6 +334,37 @@ def test_a_priority_that_harms_the_median_launch_misses_its_target() -> None:
     ]
     [harmed] = priority.missed(cases)
     assert "stock-fp16: hva.init() takes 1.04 x the step" in harmed
+
+
+# ----------------------------------------------------------------------------------------- schemes
+
+
+def test_a_scheme_that_is_too_slow_or_not_measured_misses_its_target() -> None:
+    def case(**milliseconds: float) -> dict[str, Any]:
+        steps = {
+            "stock fp16": 2000.0,
+            **{f"qsgd:bits=4 {key}": each for key, each in milliseconds.items()},
+        }
+        steps |= {f"topk:density=0.01 {scheme}": 100.0 for scheme in schemes.SCHEMES}
+        return {
+            method: {"blocks": [each / 1e3] * 3, "received": 1e6, "schemes": ["two_shot"]}
+            for method, each in steps.items()
+        }
+
+    good = {"12 x 200mbit": case(allgather=3000, two_shot=900, auto=920)}
+    assert schemes.missed(good) == []
+    assert schemes.rows(good)[4] == [
+        "12 x 200mbit", "qsgd:bits=4 auto", "920 ms", "0.46", "1.00 MB", "1.00", "two_shot",
+    ]  # fmt: skip
+    bad = {
+        "12 x 200mbit": case(allgather=3000, two_shot=1100, auto=3000),
+        "4 x 200mbit": case(allgather=500, two_shot=600, auto=500),
+    }
+    auto, half, four = schemes.missed(bad)
+    assert "auto takes 2.73 of the better one" in auto
+    assert "4 bit in two shots takes 0.55 of stock fp16's step" in half
+    assert "two_shot takes 1.20 of the allgather" in four
+    assert schemes.missed({}) == ["12 x 200mbit was not measured"]
 
 
 # ---------------------------------------------------------------------------------------- pictures

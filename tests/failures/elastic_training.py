@@ -33,6 +33,7 @@ SWITCH_AT = 10
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "topk": {"compression": "topk:density=0.02,values=fp32"},
+    "two shots": {"compression": "topk:density=0.02,values=fp32", "scheme": "two_shot"},
     "powersgd": {"compression": "powersgd:rank=2"},
     "accordion": {"compression": "topk:density=0.02,values=fp32", "planner": "accordion:period=15"},
     "lgreco": {"compression": "topk:density=0.02,values=fp32", "planner": "lgreco:period=15"},
@@ -41,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alq": {"compression": "alq:bits=4,updates=5/20"},
     "switched": {"compression": "topk:density=0.02"},
 }
-EXACT = ("topk", "powersgd", "accordion", "lgreco")
+EXACT = ("topk", "two shots", "powersgd", "accordion", "lgreco")
 """Those whose error feedback sends everything in the end."""
 
 
@@ -73,11 +74,15 @@ def flat(tensors: Any) -> Tensor:
 
 def kept(model: torch.nn.Module, optimizer: Any, name: str, slot: str) -> Tensor:
     """What this rank has kept of the model; zeros where it has nothing."""
-    held = optimizer.compression_state_dict()["kept"]
-    return flat(
-        held.get(f"{name}.{key}", {}).get(slot, torch.zeros_like(each)).float()
-        for key, each in model.named_parameters()
-    )
+    state = optimizer.compression_state_dict()
+    found = []
+    for key, each in model.named_parameters():
+        slots, pieces = state["kept"].get(f"{name}.{key}", {}), state["owned"].get(f"{name}.{key}", ())
+        held = slots.get(slot, torch.zeros_like(each)).detach().float().reshape(-1).clone()
+        for start, piece in pieces if slot == "residual" else ():
+            held[start : start + piece.numel()] += piece
+        found.append(held)
+    return flat(found)
 
 
 def mean(tensor: Tensor, name: str) -> Tensor:

@@ -54,7 +54,7 @@ def train(
     hvd.init()
     (folder / f"rank-{hvd.rank()}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    model = torch.nn.Linear(64, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     if how == "wrong argument":
         _tell_the_time(folder)
     if how == "planner":
@@ -63,6 +63,7 @@ def train(
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
         compression="topk:density=7" if how == "wrong argument" else "topk:density=0.1",
+        scheme={"0.*": "two_shot", "*": "allgather"},
         planner=planner,
     )
     if how == "wait in a channel":
