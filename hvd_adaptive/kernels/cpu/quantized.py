@@ -39,7 +39,9 @@ from hvd_adaptive.kernels.cpu.rounding import (
     L2,
     MEAN,
     POWER,
+    POWERS,
     SIDES,
+    TABLE,
     block_levels,
     choose_codes,
     decode_codes,
@@ -49,6 +51,13 @@ from hvd_adaptive.kernels.cpu.rounding import (
     saturated_share,
 )
 from hvd_adaptive.kernels.cpu.streams import SLACK
+from hvd_adaptive.kernels.cpu.tables import (
+    FEW,
+    FEW_TO_DECODE,
+    decode_few,
+    find_intervals,
+    round_to_few,
+)
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
 from hvd_adaptive.kernels.quantization import (
     EDGES,
@@ -178,7 +187,10 @@ def _measure(x, g, n, block, norm, clip, out, work):
 def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, work):
     """The second pass over a layer whose norms are written: (energy sent, address after the codes)."""
     block, norm, rounding, _ = rule
-    sums, _, codes, decoded, _, _, _, _ = work
+    sums, _, codes, decoded, _, _, lows, highs = work
+    few = rounding == TABLE and alphabet <= FEW
+    if few:
+        find_intervals(levels, alphabet, lows, highs)
     sums_address, codes_address = int64(sums.ctypes.data), int64(codes.ctypes.data)
     pair = np.empty(2, np.float32)
     group = group_size(alphabet)
@@ -190,8 +202,13 @@ def _encode(x, g, n, bits, key, rule, levels, alphabet, norms, out, work):
         scale, table = block_levels(norms, norm == SIDES, levels, pair)
         norms += 8 if norm == SIDES else 4
         chosen = codes[ready:]
-        choose_codes(values, size, scale, rounding, bits, levels, alphabet, key, start, chosen, work)
-        decode_codes(chosen, size, scale, rounding, table, alphabet, decoded)
+        if few:
+            round_to_few(values, size, scale, lows, highs, alphabet, key, start, chosen, decoded)
+        else:
+            choose_codes(
+                values, size, scale, rounding, bits, levels, alphabet, key, start, chosen, work
+            )
+            decode_codes(chosen, size, scale, rounding, table, alphabet, decoded)
         sent += leave_remainder(x + 4 * start, values, size, decoded)
         ready += size
         out = pack_codes(codes_address, ready // group, bits, alphabet, out)
@@ -380,6 +397,7 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     if bad >= 0:
         return NORM, norms + 4 * bad, True
     codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
+    few = (rounding == TABLE or rounding == POWERS) and alphabet <= FEW_TO_DECODE
     codes_address = int64(codes.ctypes.data)
     for first in range(0, n, block):
         size = min(block, n - first)
@@ -389,7 +407,10 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
             return damage, start + bytes_of_codes(first, header, alphabet), True
         value, table = block_levels(norms, sides, levels[header], pair)
         norms += 8 if sides else 4
-        decode_codes(codes[skip:], size, value, rounding, table, alphabet, decoded)
+        if few:
+            decode_few(codes[skip:], size, value, levels[header], alphabet, decoded)
+        else:
+            decode_codes(codes[skip:], size, value, rounding, table, alphabet, decoded)
         _add(out + 4 * first, size, scale, decoded)
     return 0, after, True
 

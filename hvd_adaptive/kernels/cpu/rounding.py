@@ -36,7 +36,7 @@ def random_word(i, low, high):
 
 
 @kernel
-def _uniform(i, low, high):
+def uniform(i, low, high):
     """Number i of a stream, one of the 2^24 multiples of 2^-24 in [0, 1)."""
     return np.float32(int32(random_word(i, low, high) >> uint32(8))) * np.float32(2.0**-24)
 
@@ -65,7 +65,7 @@ def _round_uniform(address, n, norm, top, low, high, first, codes):
     for i in range(n):
         scaled = saturated_share(a[i], norm) * middle
         below = np.floor(scaled)
-        up = np.float32(_uniform(uint32(first + i), low, high) < scaled - below)
+        up = np.float32(uniform(uint32(first + i), low, high) < scaled - below)
         codes[i] = uint8(np.int32(below + middle + up))
 
 
@@ -84,7 +84,7 @@ def _round_powers(address, n, norm, top, low, high, first, codes):
         gap = bits_float(word) if level > 0 else least
         inside = abs(share) - below
         inside = gap - inside if share < 0 else inside
-        up = np.float32(_uniform(uint32(first + i), low, high) < inside / gap)
+        up = np.float32(uniform(uint32(first + i), low, high) < inside / gap)
         lower = np.float32(-1) - level if share < 0 else level
         codes[i] = uint8(np.int32(middle + lower + up))
 
@@ -112,7 +112,7 @@ def _round_table(address, n, norm, levels, bits, alphabet, low, high, first, cod
         gap[i] = gaps[codes[i]]
     for i in range(n):
         part = (shares[i] - below[i]) / gap[i]
-        codes[i] += uint8(_uniform(uint32(first + i), low, high) < part)
+        codes[i] += uint8(uniform(uint32(first + i), low, high) < part)
 
 
 @kernel
