@@ -162,8 +162,8 @@ class HuffmanTools(Protocol):
     ) -> npt.NDArray[np.int64]:
         """Bits of each chosen layer's stream."""
 
-    def writer(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> Writer:
-        """What writes streams of packed layers into ``out``."""
+    def writer(self, bits: int, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> Writer:
+        """What writes streams of packed layers into ``out``, of those whose codes have ``bits``."""
 
     def reader(self, code: Code, data: npt.NDArray[np.uint8]) -> Reader:
         """What reads the streams in ``data``."""
@@ -321,7 +321,11 @@ class HuffmanCoder:
         group = _group_of(entropy, alphabet, int(packed.numels[chosen].sum()))
         counts = self._tools.count(packed, chosen, bits, (alphabet, group), 1)
         code = self.code_of(counts, group, alphabet)
-        return code, (self._tools.stream_bits(packed, chosen, bits, code) + 7) // 8
+        if chosen.size == 1:
+            sizes = np.array([counts @ code.lengths.astype(np.int64)])
+        else:
+            sizes = self._tools.stream_bits(packed, chosen, bits, code)
+        return code, (sizes + 7) // 8
 
     def _write(
         self, packed: PackedLayers, codes: Mapping[int, Code], streams: Mapping[int, int]
@@ -329,7 +333,7 @@ class HuffmanCoder:
         """The layers, some as streams of these sizes, the others as they are."""
         room = torch.empty(int(packed.begins[-1]) + SPARE, dtype=torch.uint8)
         out, position = room.numpy(), 0
-        writers = {bits: self._tools.writer(code, packed, out) for bits, code in codes.items()}
+        writers = {bits: self._tools.writer(bits, code, packed, out) for bits, code in codes.items()}
         for layer, begin in enumerate(packed.begins[:-1].tolist()):
             coded = layer in streams
             end = int(packed.starts[layer] if coded else packed.begins[layer + 1])

@@ -15,8 +15,16 @@ import numpy.typing as npt
 from numba import int64, uint8, uint16, uint32, uint64
 
 from hvd_adaptive.kernels.cpu.compiling import kernel
+from hvd_adaptive.kernels.cpu.fields import (
+    count_symbols,
+    field_count,
+    fill_entries,
+    put_stream,
+    shape_of,
+    stream_bits,
+)
 from hvd_adaptive.kernels.cpu.intrinsics import store_u64
-from hvd_adaptive.kernels.cpu.packing import bytes_of_codes, group_size, pack_codes, unpack_codes
+from hvd_adaptive.kernels.cpu.packing import group_size, pack_codes
 from hvd_adaptive.kernels.cpu.streams import SLACK, stream_window
 from hvd_adaptive.kernels.huffman import CHUNK, MAX_LENGTH, Code, HuffmanCoder, PackedLayers
 from hvd_adaptive.wire.quantized import packed_bytes
@@ -24,7 +32,7 @@ from hvd_adaptive.wire.quantized import packed_bytes
 DEEPEST = 96
 """Longer than any codeword before it is limited: a depth d needs more than 1.6^d elements."""
 
-_Arrays: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
+_Arrays: TypeAlias = tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]
 
 
 @kernel
@@ -174,69 +182,6 @@ def _get_lengths(nibbles, lengths):
 
 
 @kernel
-def _gather(codes, count, alphabet, group, symbols):
-    """Make symbols of count codes, which are filled up to whole groups; returns how many."""
-    groups = (count + group - 1) // group
-    codes[count : groups * group] = uint8(alphabet // 2)
-    for i in range(groups):
-        symbol = uint32(0)
-        for digit in range(group - 1, -1, -1):
-            symbol = uint32(symbol * uint32(alphabet) + uint32(codes[group * i + digit]))
-        symbols[i] = symbol
-    return groups
-
-
-@kernel
-def _symbols(position, end, first, n, bits, alphabet, group, work):
-    """Symbols of the chunk of a layer that begins at code ``first``; returns how many."""
-    codes, symbols = work
-    count = min(CHUNK, n - first)
-    unpack_codes(position, end, first, count, bits, alphabet, int64(codes.ctypes.data))
-    return _gather(codes, count, alphabet, group, symbols)
-
-
-@kernel
-def _count(body, starts, numels, chosen, bits, alphabet, group, stride, counts, work):
-    """Count the symbols of the chosen layers, whose packed codes begin at ``starts``."""
-    for layer in chosen:
-        n = numels[layer]
-        position = body + starts[layer]
-        end = position + bytes_of_codes(n, bits, alphabet)
-        for first in range(0, n, CHUNK * stride):
-            for i in range(_symbols(position, end, first, n, bits, alphabet, group, work)):
-                counts[work[1][i]] += 1
-
-
-@kernel
-def _stream_bits(position, n, bits, alphabet, group, lengths, work):
-    """Bits that a layer takes."""
-    end = position + bytes_of_codes(n, bits, alphabet)
-    total = int64(0)
-    for first in range(0, n, CHUNK):
-        for i in range(_symbols(position, end, first, n, bits, alphabet, group, work)):
-            total += int64(lengths[work[1][i]])
-    return total
-
-
-@kernel
-def _put_stream(position, n, bits, alphabet, group, lengths, words, out, work):
-    """Write a layer's stream; touches 8 bytes past it. Returns the address after it."""
-    end = position + bytes_of_codes(n, bits, alphabet)
-    word, fill = uint64(0), uint64(0)
-    for first in range(0, n, CHUNK):
-        for i in range(_symbols(position, end, first, n, bits, alphabet, group, work)):
-            symbol = work[1][i]
-            word |= uint64(words[symbol]) << fill
-            fill += uint64(lengths[symbol])
-            store_u64(out, word)
-            out += int64(fill >> uint64(3))
-            word >>= fill & ~uint64(7)
-            fill &= uint64(7)
-    store_u64(out, word)
-    return out + int64((fill + uint64(7)) >> uint64(3))
-
-
-@kernel
 def _fill_table(lengths, words, table):
     """table[next bits] = symbol << 4 | length; 0 where no codeword begins so."""
     table[:] = 0
@@ -280,31 +225,55 @@ def _get_stream(position, size, n, bits, alphabet, group, table, digits, out, co
 
 
 def _work_arrays() -> _Arrays:
-    """Room for one chunk's codes and symbols."""
-    return np.empty(CHUNK + 2 * SLACK, np.uint8), np.empty(CHUNK, np.uint32)
+    """Room for one chunk's fields and codes."""
+    return np.empty(CHUNK, np.uint16), np.empty(CHUNK + 2 * SLACK, np.uint8)
+
+
+class _Fields:
+    """The codewords of every field of codes.
+
+    Args:
+        bits: of a packed code.
+        code: that of its symbols.
+        numel: so many codes in all.
+    """
+
+    def __init__(self, bits: int, code: Code, numel: int) -> None:
+        self.shape = shape_of(bits, code.alphabet, code.group, numel)
+        self.lengths, self.words = code.lengths, np.zeros(code.lengths.size, np.uint16)
+        _words(code.lengths, self.words)
+        self.entries = np.empty(field_count(self.shape), np.uint64)
+        self.longest = fill_entries(self.lengths, self.words, self.shape, self.entries)
 
 
 class _Writer:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
-        self._code, self._packed, self._work = code, packed, _work_arrays()
+    def __init__(self, bits: int, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+        self._packed, self._work = packed, _work_arrays()
         self._source, self._out = packed.body.ctypes.data, out.ctypes.data
-        self._words = np.zeros(code.lengths.size, np.uint16)
-        _words(code.lengths, self._words)
+        self._fields = _Fields(bits, code, int(packed.numels.sum()))
 
     def __call__(self, layer: int, position: int) -> None:
-        code, packed = self._code, self._packed
-        source, out = self._source + packed.starts[layer], self._out + position
-        layout = (packed.numels[layer], packed.headers[layer], code.alphabet, code.group)
-        _put_stream(source, *layout, code.lengths, self._words, out, self._work)
+        packed, fields = self._packed, self._fields
+        put_stream(
+            self._source + packed.starts[layer],
+            packed.numels[layer],
+            fields.shape,
+            fields.entries,
+            fields.longest,
+            fields.lengths,
+            fields.words,
+            self._out + position,
+            self._work,
+        )
 
 
 class _Reader:
     """The tables that decode the streams of one code."""
 
     def __init__(self, code: Code, data: npt.NDArray[np.uint8]) -> None:
-        self._code, self._address, self._codes = code, data.ctypes.data, _work_arrays()[0]
+        self._code, self._address, self._codes = code, data.ctypes.data, _work_arrays()[1]
         self._table = np.empty(1 << int(code.lengths.max()), np.uint32)
         self._digits = np.empty(code.lengths.size, np.uint64)
         words = np.zeros(code.lengths.size, np.uint16)
@@ -360,18 +329,29 @@ class _Tools:
         stride: int,
     ) -> npt.NDArray[np.int64]:
         alphabet, group = shape
-        counts, body = np.zeros(alphabet**group, np.int64), packed.body.ctypes.data
-        layout = (packed.starts, packed.numels, chosen, bits, alphabet, group, stride)
-        _count(body, *layout, counts, _work_arrays())
+        counts = np.zeros(alphabet**group, np.int64)
+        fields = shape_of(bits, alphabet, group, int(packed.numels[chosen].sum()) // stride)
+        count_symbols(
+            packed.body.ctypes.data,
+            packed.starts,
+            packed.numels,
+            chosen,
+            stride,
+            fields,
+            np.zeros(field_count(fields), np.int64),
+            counts,
+            _work_arrays(),
+        )
         return counts
 
     def stream_bits(
         self, packed: PackedLayers, chosen: npt.NDArray[np.int64], bits: int, code: Code
     ) -> npt.NDArray[np.int64]:
         body, work = packed.body.ctypes.data, _work_arrays()
-        layout = (bits, code.alphabet, code.group, code.lengths, work)
+        fields = _Fields(bits, code, int(packed.numels[chosen].sum()))
+        layout = (fields.shape, fields.entries, code.lengths, work)
         sizes = [
-            _stream_bits(body + packed.starts[layer], packed.numels[layer], *layout) for layer in chosen
+            stream_bits(body + packed.starts[layer], packed.numels[layer], *layout) for layer in chosen
         ]
         return np.array(sizes, np.int64)
 

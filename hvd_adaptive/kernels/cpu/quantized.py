@@ -397,7 +397,7 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     if bad >= 0:
         return NORM, norms + 4 * bad, True
     codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
-    few = (rounding == TABLE or rounding == POWERS) and alphabet <= FEW_TO_DECODE
+    few = rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE
     codes_address = int64(codes.ctypes.data)
     for first in range(0, n, block):
         size = min(block, n - first)

@@ -97,7 +97,8 @@ def _unpacked(
 class _Writer:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, bits: int, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+        del bits
         self._code, self._packed, self._out = code, packed, out
         self._words = np.array(_words(code.lengths))
 
