@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, cast
@@ -36,6 +36,7 @@ from hvd_adaptive.compressors.base import (
 )
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.huffman import Code
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
 from hvd_adaptive.wire.quantized import (
@@ -138,24 +139,19 @@ class Quantizer(GatheredCompressor):
 
         When a WireError is raised, layers and blocks before the damage may have been added.
         """
-        tables, start, body = self._opened(body, [out.numel() for out in outs])
+        tables, codes, start = self._opened(body)
         kernels = for_device(body.device).quantized
-        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables)
+        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables, codes)
         return marks.astype(np.bool_)
 
-    def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
-        """The tables of a body, where its layers begin, and the body with its codes packed."""
+    def _opened(self, body: Tensor) -> tuple[Tables, Mapping[int, Code], int]:
+        """The tables and the Huffman codes of a body, and where its layers begin."""
         if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous():
             raise ValueError(f"a body is 1-D contiguous uint8, got {body.dtype}{tuple(body.shape)}")
         if body.numel() and not self.rule.carried and not body[0]:
-            return self.rule.tables, 1, body
+            return self.rule.tables, {}, 1
         data = body.cpu()
-        entropy = for_device(data.device).entropy
-        tables, codes, start = entropy.read_codebooks(data.numpy(), self.rule)
-        if not codes:
-            return tables, start, body
-        packed = entropy.decode(data, start, numels, self.rule, tables, codes)
-        return tables, 0, packed.to(body.device)
+        return for_device(data.device).entropy.read_codebooks(data.numpy(), self.rule)
 
     def errors(
         self,

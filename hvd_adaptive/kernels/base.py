@@ -333,6 +333,7 @@ class QuantizedKernels(Protocol):
         scale: float,
         rule: QuantizationRule,
         tables: Tables,
+        codes: Mapping[int, Code] | None = None,
     ) -> npt.NDArray[np.uint8]:
         """Add ``scale`` times every decoded value; a layer marked nonfinite becomes NaN.
 
@@ -346,6 +347,7 @@ class QuantizedKernels(Protocol):
             scale: what to multiply with, as float32.
             rule: that of compression.
             tables: levels for all numbers of bits that a layer may have.
+            codes: the Huffman codes of coded layers, by bits.
 
         Returns:
             ``uint8[L]``: 1 where a layer was marked nonfinite.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -72,10 +72,11 @@ SAMPLE = 8
 _SIZE = struct.Struct("<I")
 Writer: TypeAlias = Callable[[int, int], None]
 """Takes a layer and the byte to write its stream at; may touch 8 bytes past the stream."""
-Reader: TypeAlias = Callable[[int, int, int, int], npt.NDArray[np.uint8] | None]
-"""Takes the first byte of a stream, its bytes, the elements of the layer, and the bits of a code.
+Reader: TypeAlias = Callable[[int, int, int, int, npt.NDArray[np.uint8]], bool]
+"""Takes the first byte of a stream, its bytes, the elements of the layer, the bits of a code, and room
+for the packed codes, past which it may touch :data:`SPARE` bytes.
 
-Returns the packed codes, or None if the stream is damaged.
+Returns False if the stream is damaged.
 """
 
 
@@ -211,26 +212,21 @@ class HuffmanCoder:
         """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.decode`."""
         data = body.numpy()
         readers = {bits: self._tools.reader(code, data) for bits, code in codes.items()}
-        parts, position = [], start
-        for layer, numel in enumerate(numels):
-            size, damage = _layer_size(data, position, numel, rule, tables, codes)
-            if damage:
-                raise damaged(damage, layer, numel, min(position, data.size), data.size)
-            header = int(data[position])
-            if not header & HUFFMAN:
-                parts.append(data[position : position + size])
-            else:
-                bits = header ^ HUFFMAN
-                stream = position + 1 + rule.norm_bytes(numel) + 4
-                front = np.append(np.uint8(bits), data[position + 1 : stream - 4])
-                packed = readers[bits](stream, position + size - stream, numel, bits)
-                if packed is None:
-                    raise damaged(Damage.stream, layer, numel, stream, data.size)
-                parts += [front, packed]
-            position += size
-        if position != data.size:
-            raise damaged(Damage.trailing, len(numels) - 1, 0, position, data.size)
-        return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.uint8)]))
+        layers = [*layers_of(data, start, numels, rule, tables, codes)]
+        room = torch.empty(sum(layer.packed for layer in layers) + SPARE, dtype=torch.uint8)
+        out, position = room.numpy(), 0
+        for layer in layers:
+            front = data[layer.start : layer.codes if layer.stream else layer.end]
+            out[position : position + front.size] = front
+            if layer.stream:
+                out[position] = layer.bits
+                place = out[position + front.size :]
+                size = layer.end - layer.stream
+                reader = readers[layer.bits]
+                if not reader(layer.stream, size, layer.numel, layer.bits, place):
+                    raise damaged(Damage.stream, layer.index, layer.numel, layer.stream, data.size)
+            position += layer.packed
+        return room[:position]
 
     def read_codebooks(
         self, data: npt.NDArray[np.uint8], rule: QuantizationRule
@@ -363,29 +359,79 @@ def _ideal_bits(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return -np.log2(np.where(shares > 0, shares, 1.0))
 
 
-def _layer_size(
+@dataclass(frozen=True)
+class ReceivedLayer:
+    """Where a layer lies in a body."""
+
+    index: int
+    numel: int
+    bits: int
+    """Of a packed code; 0 where the layer was not finite."""
+    start: int
+    codes: int
+    """Byte at which its packed codes begin, or the length of its stream."""
+    stream: int
+    """Byte at which its stream begins; 0 where it has none."""
+    end: int
+    packed: int
+    """Bytes of the layer with its codes packed."""
+
+
+def layers_of(
     data: npt.NDArray[np.uint8],
-    position: int,
+    start: int,
+    numels: Sequence[int],
+    rule: QuantizationRule,
+    tables: Tables,
+    codes: Mapping[int, Code],
+) -> Iterator[ReceivedLayer]:
+    """Walk along the layers of a received body that has Huffman codes.
+
+    Args:
+        data, start, numels, rule, tables, codes: as of
+            :meth:`hvd_adaptive.kernels.base.EntropyKernels.decode`.
+
+    Raises:
+        WireError: a layer is cut short or has no code, when it is reached; or bytes are left.
+    """
+    for index, numel in enumerate(numels):
+        found = _layer_at(data, start, index, numel, rule, tables, codes)
+        if isinstance(found, Damage):
+            raise damaged(found, index, numel, min(start, data.size), data.size)
+        yield found
+        start = found.end
+    if start != data.size:
+        raise damaged(Damage.trailing, len(numels) - 1, 0, start, data.size)
+
+
+def _layer_at(
+    data: npt.NDArray[np.uint8],
+    start: int,
+    index: int,
     numel: int,
     rule: QuantizationRule,
     tables: Tables,
     codes: Mapping[int, Code],
-) -> tuple[int, Damage]:
-    """(bytes of the layer at ``position``, what is wrong with it)."""
-    if position >= data.size:
-        return 0, Damage.truncated
-    header = int(data[position])
+) -> ReceivedLayer | Damage:
+    """The layer at byte ``start``, or what is wrong with it."""
+    if start >= data.size:
+        return Damage.truncated
+    header = int(data[start])
     if header == NONFINITE:
-        return 1, Damage.none
+        return ReceivedLayer(index, numel, 0, start, start + 1, 0, start + 1, 1)
     bits = header & ~HUFFMAN
     if bits > MAX_BITS or not tables.alphabets[bits] or (header & HUFFMAN and bits not in codes):
-        return 0, Damage.header
-    size = 1 + rule.norm_bytes(numel)
-    if not header & HUFFMAN:
-        size += packed_bytes(numel, bits, int(tables.alphabets[bits]))
-    else:
-        word = data[position + size : position + size + 4].tobytes()
-        if len(word) < 4:
-            return 0, Damage.truncated
-        size += 4 + int(_SIZE.unpack(word)[0])
-    return size, Damage.none if position + size <= data.size else Damage.truncated
+        return Damage.header
+    norms_end = start + 1 + rule.norm_bytes(numel)
+    packed = packed_bytes(numel, bits, int(tables.alphabets[bits]))
+    stream, end = 0, norms_end + packed
+    if header & HUFFMAN:
+        word = data[norms_end : norms_end + _SIZE.size].tobytes()
+        if len(word) < _SIZE.size:
+            return Damage.truncated
+        stream = norms_end + _SIZE.size
+        end = stream + int(_SIZE.unpack(word)[0])
+    if end > data.size:
+        return Damage.truncated
+    whole = norms_end - start + packed
+    return ReceivedLayer(index, numel, bits, start, norms_end, stream, end, whole)

@@ -20,7 +20,9 @@ from hvd_adaptive.compressors.quantized import Quantizer
 from hvd_adaptive.kernels import quantization
 from hvd_adaptive.kernels.cpu import quantized as cpu
 from hvd_adaptive.kernels.cpu.packing import bytes_of_codes, group_size, pack_codes, unpack_codes
+from hvd_adaptive.kernels.reference import packing
 from hvd_adaptive.kernels.reference import quantized as reference
+from hvd_adaptive.kernels.reference.packing import pack
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import quantized as wire_quantized
@@ -119,7 +121,7 @@ def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
     for numel in (*range(20), 1000, 3359, 3361):
         codes = np.zeros(numel + 64, np.uint8)
         codes[:numel] = rng.integers(alphabet, size=numel)
-        packed = reference.pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
+        packed = pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
         size = wire_quantized.packed_bytes(numel, width, alphabet)
         assert packed.numel() == size == bytes_of_codes(numel, width, alphabet)
         groups = -(-numel // group_size(alphabet))
@@ -222,7 +224,7 @@ def test_cpu_and_reference_find_the_same_damage() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [wire_quantized, quantized, reference, quantization],
+    [wire_quantized, quantized, packing, reference, quantization],
     ids=lambda module: module.__name__,
 )
 def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:

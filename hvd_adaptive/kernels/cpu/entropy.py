@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, uint8, uint16, uint32, uint64
+from numba import int64, uint8
 
 from hvd_adaptive.kernels.cpu.compiling import kernel
 from hvd_adaptive.kernels.cpu.fields import (
@@ -23,11 +23,8 @@ from hvd_adaptive.kernels.cpu.fields import (
     shape_of,
     stream_bits,
 )
-from hvd_adaptive.kernels.cpu.intrinsics import store_u64
-from hvd_adaptive.kernels.cpu.packing import group_size, pack_codes
-from hvd_adaptive.kernels.cpu.streams import SLACK, stream_window
+from hvd_adaptive.kernels.cpu.symbols import OVERSHOOT, Decoder, find_codewords, get_stream
 from hvd_adaptive.kernels.huffman import CHUNK, MAX_LENGTH, Code, HuffmanCoder, PackedLayers
-from hvd_adaptive.wire.quantized import packed_bytes
 
 DEEPEST = 96
 """Longer than any codeword before it is limited: a depth d needs more than 1.6^d elements."""
@@ -98,36 +95,6 @@ def _lengths(counts, lengths):
 
 
 @kernel
-def _reversed(word, length):
-    """The lowest ``length`` bits of ``word`` in the opposite order."""
-    reverse = 0
-    for _ in range(length):
-        reverse = (reverse << 1) | (word & 1)
-        word >>= 1
-    return reverse
-
-
-@kernel
-def _words(lengths, words):
-    """Canonical codewords, first bit lowest; False where no code has these lengths."""
-    counts, following = np.zeros(MAX_LENGTH + 1, np.int64), np.zeros(MAX_LENGTH + 1, np.int64)
-    for length in lengths:
-        counts[length] += 1
-    counts[0] = 0
-    word = 0
-    for length in range(1, MAX_LENGTH + 1):
-        word = (word + counts[length - 1]) << 1
-        following[length] = word
-        if word + counts[length] > 1 << length:
-            return False
-    for symbol in range(len(lengths)):
-        length = int64(lengths[symbol])
-        words[symbol] = uint16(_reversed(following[length], length))
-        following[length] += int64(length > 0)
-    return counts.sum() > 0
-
-
-@kernel
 def _put_lengths(lengths, out):
     """Write lengths as nibbles, a byte each; returns how many."""
     size, i = 0, 0
@@ -181,52 +148,9 @@ def _get_lengths(nibbles, lengths):
     return at
 
 
-@kernel
-def _fill_table(lengths, words, table):
-    """table[next bits] = symbol << 4 | length; 0 where no codeword begins so."""
-    table[:] = 0
-    for symbol in range(len(lengths)):
-        length = int64(lengths[symbol])
-        if length:
-            for i in range(int64(words[symbol]), len(table), 1 << length):
-                table[i] = uint32((symbol << 4) | length)
-
-
-@kernel
-def _fill_digits(alphabet, group, digits):
-    """The codes of every symbol, a byte each."""
-    for symbol in range(len(digits)):
-        word, rest = uint64(0), symbol
-        for digit in range(group):
-            word |= uint64(rest % alphabet) << uint64(8 * digit)
-            rest //= alphabet
-        digits[symbol] = word
-
-
-@kernel
-def _get_stream(position, size, n, bits, alphabet, group, table, digits, out, codes):
-    """Decode a stream of ``size`` bytes into packed codes at ``out``; returns whether it is whole."""
-    end, bit = position + size, int64(0)
-    address = int64(codes.ctypes.data)
-    mask = uint64(len(table) - 1)
-    packed = group_size(alphabet)
-    for first in range(0, n, CHUNK):
-        count = min(CHUNK, n - first)
-        for i in range(0, count, group):
-            entry = table[stream_window(position, bit, end) & mask]
-            bit += int64(entry & uint32(15))
-            if entry == 0 or bit > 8 * size:
-                return False
-            store_u64(address + i, digits[entry >> uint32(4)])
-        groups = (count + packed - 1) // packed
-        codes[count : groups * packed] = 0
-        out = pack_codes(address, groups, bits, alphabet, out)
-    return (bit + 7) >> 3 == size and stream_window(position, bit, end) == 0
-
-
 def _work_arrays() -> _Arrays:
     """Room for one chunk's fields and codes."""
-    return np.empty(CHUNK, np.uint16), np.empty(CHUNK + 2 * SLACK, np.uint8)
+    return np.empty(CHUNK, np.uint16), np.empty(CHUNK + 2 * OVERSHOOT, np.uint8)
 
 
 class _Fields:
@@ -241,7 +165,7 @@ class _Fields:
     def __init__(self, bits: int, code: Code, numel: int) -> None:
         self.shape = shape_of(bits, code.alphabet, code.group, numel)
         self.lengths, self.words = code.lengths, np.zeros(code.lengths.size, np.uint16)
-        _words(code.lengths, self.words)
+        find_codewords(code.lengths, self.words)
         self.entries = np.empty(field_count(self.shape), np.uint64)
         self.longest = fill_entries(self.lengths, self.words, self.shape, self.entries)
 
@@ -270,34 +194,19 @@ class _Writer:
 
 
 class _Reader:
-    """The tables that decode the streams of one code."""
+    """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
     def __init__(self, code: Code, data: npt.NDArray[np.uint8]) -> None:
-        self._code, self._address, self._codes = code, data.ctypes.data, _work_arrays()[1]
-        self._table = np.empty(1 << int(code.lengths.max()), np.uint32)
-        self._digits = np.empty(code.lengths.size, np.uint64)
-        words = np.zeros(code.lengths.size, np.uint16)
-        _words(code.lengths, words)
-        _fill_table(code.lengths, words, self._table)
-        _fill_digits(code.alphabet, code.group, self._digits)
+        self._alphabet, self._address = code.alphabet, data.ctypes.data
+        self._codes = _work_arrays()[1]
+        self._decoder = Decoder(code, data.size)
 
-    def __call__(self, start: int, size: int, numel: int, bits: int) -> npt.NDArray[np.uint8] | None:
-        code = self._code
-        length = packed_bytes(numel, bits, code.alphabet)
-        out = np.empty(length + SLACK, np.uint8)
-        whole = _get_stream(
-            self._address + start,
-            size,
-            numel,
-            bits,
-            code.alphabet,
-            code.group,
-            self._table,
-            self._digits,
-            out.ctypes.data,
-            self._codes,
-        )
-        return out[:length] if whole else None
+    def __call__(
+        self, start: int, size: int, numel: int, bits: int, out: npt.NDArray[np.uint8]
+    ) -> bool:
+        decoder, position = self._decoder, self._address + start
+        layout = (bits, self._alphabet, decoder.group, decoder.tables)
+        return bool(get_stream(position, size, numel, *layout, out.ctypes.data, self._codes))
 
 
 class _Tools:
@@ -311,7 +220,7 @@ class _Tools:
         return lengths
 
     def is_code(self, lengths: npt.NDArray[np.uint8]) -> bool:
-        return bool(_words(lengths, np.empty(lengths.size, np.uint16)))
+        return bool(find_codewords(lengths, np.empty(lengths.size, np.uint16)))
 
     def nibbles_of(self, lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         nibbles = np.zeros(3 * lengths.size + 2, np.uint8)

@@ -151,7 +151,7 @@ def count_symbols(body, starts, numels, chosen, stride, shape, found, counts, wo
 def fill_entries(lengths, words, shape, entries):
     """For each field its codewords and, in the lowest 8 bits, their bits; returns the most bits."""
     symbols = np.empty(shape[3], np.int64)
-    longest = 0
+    longest = int64(0)
     for field in range(len(entries)):
         word, size = uint64(0), int64(0)
         if _split(field, shape, symbols):

@@ -11,7 +11,7 @@ order too, so the bytes are those of the reference.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ from hvd_adaptive.kernels.cpu.rounding import (
     saturated_share,
 )
 from hvd_adaptive.kernels.cpu.streams import SLACK
+from hvd_adaptive.kernels.cpu.symbols import OVERSHOOT, Decoder, decode_until, is_whole, move_down
 from hvd_adaptive.kernels.cpu.tables import (
     FEW,
     FEW_TO_DECODE,
@@ -59,6 +60,7 @@ from hvd_adaptive.kernels.cpu.tables import (
     round_to_few,
 )
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
+from hvd_adaptive.kernels.huffman import Code, layers_of
 from hvd_adaptive.kernels.quantization import (
     EDGES,
     LARGEST_BF16,
@@ -78,8 +80,9 @@ from hvd_adaptive.wire.quantized import (
     layer_bytes,
 )
 
-TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING = (
-    int(Damage[name]) for name in ("truncated", "header", "norm", "code", "padding", "trailing")
+TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING, STREAM = (
+    int(Damage[name])
+    for name in ("truncated", "header", "norm", "code", "padding", "trailing", "stream")
 )
 
 
@@ -271,7 +274,7 @@ class _Work(threading.local):
         self.block = block
         self.sums = np.empty(block, np.float32)
         self.terms = np.empty(block, np.float64)
-        self.codes = np.empty(block + 2 * SLACK, np.uint8)
+        self.codes = np.empty(block + 2 * OVERSHOOT, np.uint8)
         self.shares, self.below, self.gap = (np.empty(block, np.float32) for _ in range(3))
 
     def arrays(self, block: int) -> tuple[npt.NDArray[Any], ...]:
@@ -374,9 +377,21 @@ def _add(out, n, scale, decoded):
 
 
 @kernel
+def _add_block(out, n, scale, norms, codes, rule, levels, alphabet, pair, decoded):
+    """Decode the codes of one block, whose norms are at ``norms``, and add them."""
+    _, norm, rounding, _ = rule
+    value, table = block_levels(norms, norm == SIDES, levels, pair)
+    if rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE:
+        decode_few(codes, n, value, levels, alphabet, decoded)
+    else:
+        decode_codes(codes, n, value, rounding, table, alphabet, decoded)
+    _add(out, n, scale, decoded)
+
+
+@kernel
 def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     """Decode one layer: (damage, address after it or of the damage, whether it was finite)."""
-    block, norm, rounding, _ = rule
+    block, norm, _, _ = rule
     if position >= end:
         return TRUNCATED, end, True
     header = int64(load_u8(position))
@@ -397,7 +412,6 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     if bad >= 0:
         return NORM, norms + 4 * bad, True
     codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
-    few = rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE
     codes_address = int64(codes.ctypes.data)
     for first in range(0, n, block):
         size = min(block, n - first)
@@ -405,13 +419,9 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
         damage = _bad_codes(codes, skip, size, first + size == n, alphabet)
         if damage:
             return damage, start + bytes_of_codes(first, header, alphabet), True
-        value, table = block_levels(norms, sides, levels[header], pair)
+        part, row = codes[skip:], levels[header]
+        _add_block(out + 4 * first, size, scale, norms, part, rule, row, alphabet, pair, decoded)
         norms += 8 if sides else 4
-        if few:
-            decode_few(codes[skip:], size, value, levels[header], alphabet, decoded)
-        else:
-            decode_codes(codes[skip:], size, value, rounding, table, alphabet, decoded)
-        _add(out + 4 * first, size, scale, decoded)
     return 0, after, True
 
 
@@ -431,6 +441,75 @@ def _add_layers(body, start, size, outs, numels, scale, rule, levels, alphabets,
     return 0, 0, 0
 
 
+@kernel
+def _add_stream(norms, stream, end, out, n, scale, rule, levels, alphabet, group, tables, work):
+    """Decode a Huffman-coded layer: (damage, address of the damage)."""
+    block, norm, _, _ = rule
+    sides = norm == SIDES
+    bad = _bad_norm(norms, ((n + block - 1) // block) * (2 if sides else 1))
+    if bad >= 0:
+        return NORM, norms + 4 * bad
+    codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
+    codes_address = int64(codes.ctypes.data)
+    bit, ready, left = 0, 0, n
+    for first in range(0, n, block):
+        size = min(block, n - first)
+        before = ready
+        bit, ready = decode_until(stream, end, bit, ready, size, left, group, tables, codes_address)
+        if bit < 0:
+            return STREAM, stream
+        left -= ready - before
+        _add_block(out + 4 * first, size, scale, norms, codes, rule, levels, alphabet, pair, decoded)
+        norms += 8 if sides else 4
+        ready = move_down(codes, ready, size)
+    return (0, end) if is_whole(stream, end, bit) else (STREAM, stream)
+
+
+def _add_coded(
+    body: Tensor,
+    start: int,
+    outs: Sequence[Tensor],
+    scale: float,
+    rule: QuantizationRule,
+    tables: Tables,
+    codes: Mapping[int, Code],
+) -> npt.NDArray[np.uint8]:
+    """:func:`decompress_add_` of a body that has Huffman codes, layer by layer."""
+    numels = check_outs(body, outs)
+    data, marks = body.numpy(), np.zeros(len(outs), np.uint8)
+    decoders = {bits: Decoder(code, data.size) for bits, code in codes.items()}
+    address, factor, numbers = body.data_ptr(), np.float32(scale), _numbers_of(rule)
+    work = _work.arrays(rule.block)
+    for layer in layers_of(data, start, numels, rule, tables, codes):
+        out, bits = outs[layer.index].data_ptr(), layer.bits
+        if layer.stream:
+            decoder = decoders[bits]
+            damage, position = _add_stream(
+                address + layer.start + 1,
+                address + layer.stream,
+                address + layer.end,
+                out,
+                layer.numel,
+                factor,
+                numbers,
+                tables.levels[bits],
+                tables.alphabets[bits],
+                decoder.group,
+                decoder.tables,
+                work,
+            )
+        else:
+            levels, alphabets = tables.levels, tables.alphabets
+            position, end = address + layer.start, address + layer.end
+            damage, position, finite = _add_layer(
+                position, end, out, layer.numel, factor, numbers, levels, alphabets, work
+            )
+            marks[layer.index] = not finite
+        if damage:
+            raise damaged(damage, layer.index, layer.numel, position - address, data.size)
+    return marks
+
+
 def decompress_add_(
     body: Tensor,
     start: int,
@@ -438,8 +517,11 @@ def decompress_add_(
     scale: float,
     rule: QuantizationRule,
     tables: Tables,
+    codes: Mapping[int, Code] | None = None,
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_add_`; without the GIL."""
+    if codes:
+        return _add_coded(body, start, outs, scale, rule, tables, codes)
     numels = np.array(check_outs(body, outs), np.int64)
     addresses = np.array([out.data_ptr() for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)
