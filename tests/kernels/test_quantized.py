@@ -99,6 +99,29 @@ def test_any_finite_float_survives_in_payload_and_remainder(
     assert bool((exact.abs() <= 2.0**-24 * rest.double().abs() + 1e-45).all())
 
 
+@usual
+@given(
+    st.integers(1, 7),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 200), st.sampled_from([-1.0, 1.0]), st.integers(-1, 1))),
+    st.integers(0, 2**32 - 1),
+)
+def test_values_on_and_beside_the_levels_of_any_table_are_rounded_alike(
+    width: int, zero: bool, values: list[tuple[int, float, int]], seed: int
+) -> None:
+    rng, count = np.random.default_rng(seed), 1 << (width - 1)
+    least = np.sort(rng.choice(2**16, count - 1, replace=False) + 1) / 2.0**17
+    magnitudes = np.append(least, 1).astype(np.float32)
+    if zero and width > 1:
+        magnitudes[0] = 0
+    x = np.ones(len(values) + 1, np.float32)
+    for i, (level, sign, beside) in enumerate(values):
+        at = magnitudes[level % count]
+        x[i] = sign * np.nextafter(at, np.float32(2 * beside)) if beside else sign * at
+    rule, tables = QuantizationRule(Norm.max, Rounding.table, block=64), Tables({width: magnitudes})
+    assert_same(x, width, rule, tables)
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.norms == 1], ids=repr)
 @pytest.mark.parametrize("squared", [True, False])
 def test_cpu_and_reference_weigh_the_same(rule: QuantizationRule, squared: bool) -> None:
