@@ -124,13 +124,17 @@ class Quantizer(GatheredCompressor):
     ) -> Tensor:
         """Huffman-code the layers and put their codebooks in front."""
         host = layers.cpu()
-        streams, codes = for_device(host.device).entropy.encode(host, numels, self.rule, tables)
-        for codebook in codebooks:
-            codebook.magnitudes = codebook.magnitudes if self.rule.carried else None
-            codebook.huffman = codes.get(codebook.bits)
-        used = [codebook for codebook in codebooks if self.rule.carried or codebook.huffman is not None]
-        front = bytearray(reserve) + quantized.write_codebooks(used)
-        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), streams]).to(layers.device)
+
+        def front(codes: Mapping[int, bytes]) -> bytes:
+            for codebook in codebooks:
+                codebook.magnitudes = codebook.magnitudes if self.rule.carried else None
+                codebook.huffman = codes.get(codebook.bits)
+            used = [book for book in codebooks if self.rule.carried or book.huffman is not None]
+            return bytes(reserve) + quantized.write_codebooks(used)
+
+        entropy = for_device(host.device).entropy
+        streams, _ = entropy.encode(host, numels, self.rule, tables, front)
+        return streams.to(layers.device)
 
     def decompress_layers_add_(
         self, body: Tensor, outs: Sequence[Tensor], scale: float

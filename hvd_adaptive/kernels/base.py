@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.huffman import Code
+from hvd_adaptive.kernels.huffman import Code, Front
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 from hvd_adaptive.wire.sparse import ValueFormat
@@ -402,11 +402,16 @@ class EntropyKernels(Protocol):
     """Huffman coding of quantized layers' codes, in host memory."""
 
     def encode(
-        self, body: Tensor, numels: npt.NDArray[np.int64], rule: QuantizationRule, tables: Tables
+        self,
+        body: Tensor,
+        numels: npt.NDArray[np.int64],
+        rule: QuantizationRule,
+        tables: Tables,
+        front: Front = ...,
     ) -> tuple[Tensor, dict[int, bytes]]:
         """Huffman-code the layers for which that takes fewer bytes.
 
-        Never larger than ``body``, the codebooks included. Cost: some five memcpys of the tensor.
+        Never larger than ``body``, the codebooks included. Cost: some two memcpys of the tensor.
         Lossless.
 
         Args:
@@ -414,6 +419,7 @@ class EntropyKernels(Protocol):
             numels: ``int64[L]``.
             rule: of that call.
             tables: of that call.
+            front: makes what is put before the layers; nothing by default.
 
         Returns:
             The layers, and for each number of bits that was coded its Huffman code as it is sent.

@@ -70,6 +70,8 @@ SAMPLE = 8
 """One chunk in so many is looked at to choose the group."""
 
 _SIZE = struct.Struct("<I")
+Front: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
+"""Takes the Huffman codes as they are sent, by bits; returns what stands before the layers."""
 Writer: TypeAlias = Callable[[int, int], None]
 """Takes a layer and the byte to write its stream at; may touch 8 bytes past the stream."""
 Reader: TypeAlias = Callable[[int, int, int, int, npt.NDArray[np.uint8]], bool]
@@ -177,7 +179,12 @@ class HuffmanCoder:
         self._tools = tools
 
     def encode(
-        self, body: Tensor, numels: npt.NDArray[np.int64], rule: QuantizationRule, tables: Tables
+        self,
+        body: Tensor,
+        numels: npt.NDArray[np.int64],
+        rule: QuantizationRule,
+        tables: Tables,
+        front: Front = lambda codes: b"",
     ) -> tuple[Tensor, dict[int, bytes]]:
         """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.encode`."""
         packed = PackedLayers.of(body.numpy(), numels, rule, tables)
@@ -196,9 +203,8 @@ class HuffmanCoder:
                     for layer, size, gain in zip(chosen.tolist(), sizes.tolist(), saved, strict=True)
                     if gain > 0
                 )
-        return self._write(packed, codes, streams), {
-            bits: self.code_to_bytes(code) for bits, code in codes.items()
-        }
+        sent = {bits: self.code_to_bytes(code) for bits, code in codes.items()}
+        return self._write(packed, codes, streams, front(sent)), sent
 
     def decode(
         self,
@@ -324,11 +330,17 @@ class HuffmanCoder:
         return code, (sizes + 7) // 8
 
     def _write(
-        self, packed: PackedLayers, codes: Mapping[int, Code], streams: Mapping[int, int]
+        self,
+        packed: PackedLayers,
+        codes: Mapping[int, Code],
+        streams: Mapping[int, int],
+        front: bytes,
     ) -> Tensor:
-        """The layers, some as streams of these sizes, the others as they are."""
-        room = torch.empty(int(packed.begins[-1]) + SPARE, dtype=torch.uint8)
-        out, position = room.numpy(), 0
+        """After ``front`` the layers, some as streams of these sizes, the others as they are."""
+        position = len(front)
+        room = torch.empty(position + int(packed.begins[-1]) + SPARE, dtype=torch.uint8)
+        out = room.numpy()
+        out[:position] = np.frombuffer(front, np.uint8)
         writers = {bits: self._tools.writer(bits, code, packed, out) for bits, code in codes.items()}
         for layer, begin in enumerate(packed.begins[:-1].tolist()):
             coded = layer in streams

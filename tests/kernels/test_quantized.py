@@ -149,7 +149,8 @@ def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
         assert packed.numel() == size == bytes_of_codes(numel, width, alphabet)
         groups = -(-numel // group_size(alphabet))
         out = np.zeros(size + 64, np.uint8)
-        pack_codes(codes.ctypes.data, groups, width, alphabet, out.ctypes.data)
+        spent = codes.copy()
+        pack_codes(spent.ctypes.data, groups, width, alphabet, out.ctypes.data)
         assert out[:size].tolist() == packed.tolist()
         back = np.zeros(numel + 64, np.uint8)
         start = out.ctypes.data
