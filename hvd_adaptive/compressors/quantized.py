@@ -326,7 +326,7 @@ class QSGD(_Random):
     """Evenly spaced levels between the block's L2 norm and its negative, with 0.
 
     Unbiased. Variance: at most ``min(block / s^2, sqrt(block) / s) * |x|^2`` with
-    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about six memcpys of the tensor to
+    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about five memcpys of the tensor to
     compress, two to decode. Wire: ``bits + 32 / block`` bits per value (1.6 for 2 bits, whose three
     levels are packed five to a byte); with Huffman coding far fewer, since most codes are near 0.
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
@@ -647,11 +647,11 @@ class _Learned(_Random):
 class ALQ(_Learned):
     """Levels that are moved one by one to where the expected error is least.
 
-    Unbiased. Cost: about fourteen memcpys of the tensor to compress and two to decode, with Huffman
-    coding twenty and six; learning is at few steps (see
-    :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire: at most
-    ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 % above 0.6
-    bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020),
+    Unbiased. Cost with 2 or 3 bits: about six memcpys of the tensor to compress and two to decode, with
+    Huffman coding eight and four; more bits cost more, as there are more levels to compare with.
+    Learning is at few steps (see :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire:
+    at most ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 %
+    above 0.6 bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020),
     sections 3.1 to 3.3.
 
     Args:
