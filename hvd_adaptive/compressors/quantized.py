@@ -651,8 +651,8 @@ class ALQ(_Learned):
     Huffman coding eight and four; more bits cost more, as there are more levels to compare with.
     Learning is at few steps (see :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire:
     at most ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 %
-    above 0.6 bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020),
-    sections 3.1 to 3.3.
+    above 0.6 bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD"
+    (NeurIPS 2020), sections 3.1 to 3.3.
 
     Args:
         bits: 2 to 8 bits per value.

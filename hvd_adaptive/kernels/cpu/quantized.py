@@ -55,7 +55,7 @@ from hvd_adaptive.kernels.cpu.symbols import OVERSHOOT, Decoder, decode_until, i
 from hvd_adaptive.kernels.cpu.tables import (
     FEW,
     FEW_TO_DECODE,
-    decode_few,
+    add_few,
     find_intervals,
     round_to_few,
 )
@@ -382,10 +382,10 @@ def _add_block(out, n, scale, norms, codes, rule, levels, alphabet, pair, decode
     _, norm, rounding, _ = rule
     value, table = block_levels(norms, norm == SIDES, levels, pair)
     if rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE:
-        decode_few(codes, n, value, levels, alphabet, decoded)
+        add_few(out, codes, n, value, scale, levels, alphabet)
     else:
         decode_codes(codes, n, value, rounding, table, alphabet, decoded)
-    _add(out, n, scale, decoded)
+        _add(out, n, scale, decoded)
 
 
 @kernel

@@ -90,15 +90,16 @@ def _of_four(code, a, b, c, d):
 
 
 @kernel
-def decode_few(codes, n, norm, levels, alphabet, decoded):
-    """decoded = norm * the codes' levels, for at most FEW_TO_DECODE levels."""
+def add_few(out, codes, n, norm, scale, levels, alphabet):
+    """out += scale * (norm * the codes' levels), for at most FEW_TO_DECODE levels."""
+    total = carray(float32_pointer(out), n)
     a, b, c, d = levels[0], levels[1], levels[2], levels[3]
     e, f, g, h = levels[4], levels[5], levels[6], levels[7]
     if alphabet <= 8:
         for i in range(n):
             code = int32(codes[i])
             lower, upper = _of_four(code, a, b, c, d), _of_four(code, e, f, g, h)
-            decoded[i] = norm * (upper if code & 4 else lower)
+            total[i] += scale * (norm * (upper if code & 4 else lower))
         return
     p, q, r, s = levels[8], levels[9], levels[10], levels[11]
     t, u, v, w = levels[12], levels[13], levels[14], levels[15]
@@ -107,4 +108,4 @@ def decode_few(codes, n, norm, levels, alphabet, decoded):
         first, second = _of_four(code, a, b, c, d), _of_four(code, e, f, g, h)
         third, fourth = _of_four(code, p, q, r, s), _of_four(code, t, u, v, w)
         lower, upper = (second if code & 4 else first), (fourth if code & 4 else third)
-        decoded[i] = norm * (upper if code & 8 else lower)
+        total[i] += scale * (norm * (upper if code & 8 else lower))
