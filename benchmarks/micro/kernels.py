@@ -76,7 +76,12 @@ QUANTIZERS = (
     "alq",
     "amq",
 )
-QUANTIZE_TARGETS = {"compress": 15.0, "decompress": 8.0}  # qsgd at 4 bits, in memcpys
+QUANTIZE_TARGETS = {
+    "qsgd": {"compress": 15.0, "decompress": 8.0},
+    "alq": {"compress": 8.0, "decompress": 4.0},
+    "amq": {"compress": 8.0, "decompress": 4.0},
+}
+"""Most memcpys of the tensor that a quantizer may take."""
 COPIES_TARGET = 8.0
 SPEEDUP_TARGET = 15.0
 BITS_TARGETS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
@@ -406,7 +411,7 @@ def missed_of_rules(
     levels: dict[str, dict[str, float]],
     quantizers: dict[str, dict[str, float]],
 ) -> list[str]:
-    """Targets of the passes, the error tables, multi-level compression and QSGD."""
+    """Targets of the passes, the error tables, multi-level compression and quantizers."""
     found = []
     for name, (_, target) in CONTESTANTS.items():
         if ruled[name]["copies"] > target:
@@ -423,9 +428,11 @@ def missed_of_rules(
         if row["speedup"] <= MULTI_LEVEL_TARGET:
             speedup = row["speedup"]
             found.append(f"{name}: multi-level is {speedup:.2f} x as fast, target {MULTI_LEVEL_TARGET}")
-    for key, target in QUANTIZE_TARGETS.items():
-        if quantizers["qsgd"][key] > target:
-            found.append(f"qsgd: {key} takes {quantizers['qsgd'][key]:.1f} memcpys, target {target}")
+    for name, targets in QUANTIZE_TARGETS.items():
+        for key, target in targets.items():
+            took = quantizers[name][key]
+            if took > target:
+                found.append(f"{name}: {key} takes {took:.1f} memcpys, target {target}")
     return found
 
 

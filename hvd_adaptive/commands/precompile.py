@@ -25,6 +25,7 @@ def precompile() -> float:
     start = time.perf_counter()
     for name in (*compressors.REGISTRY, *_OPTIONS):
         _use(compressors.parse(name))
+    _use_huffman()
     for_device(torch.device("cpu")).sparse.sample_spectrum(torch.ones(64))
     for solve in (knapsack.min_cost, knapsack.min_error):
         solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
@@ -49,6 +50,16 @@ def _use(compressor: Compressor) -> None:
         payload = compressor.recompress_(payload, x, level / 2)
     compressor.decompress_add_(payload, torch.zeros(64))
     compressor.errors(x, [level], LayerContext(shape=(8, 8), state=state))
+
+
+def _use_huffman() -> None:
+    """Compress and decompress two layers of which a Huffman code saves something."""
+    qsgd = compressors.parse("qsgd:coding=huffman")
+    assert isinstance(qsgd, GatheredCompressor)
+    x = torch.zeros(8192)
+    x[::64] = 1.0
+    body, _ = qsgd.compress_layers_(LayerBatch(x, np.array([0, 4096, 8192]), [qsgd.level] * 2))
+    qsgd.decompress_layers_add_(body, [torch.zeros(4096), torch.zeros(4096)], 1.0)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, cast
@@ -38,6 +38,7 @@ from hvd_adaptive.compressors.base import (
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.kernels.checks import check_bytes
+from hvd_adaptive.kernels.huffman import Code
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
 from hvd_adaptive.wire.quantized import (
@@ -134,13 +135,17 @@ class Quantizer(GatheredCompressor):
     ) -> Tensor:
         """Huffman-code the layers and put their codebooks in front."""
         host = layers.cpu()
-        streams, codes = for_device(host.device).entropy.encode(host, numels, self.rule, tables)
-        for codebook in codebooks:
-            codebook.magnitudes = codebook.magnitudes if self.rule.carried else None
-            codebook.huffman = codes.get(codebook.bits)
-        used = [codebook for codebook in codebooks if self.rule.carried or codebook.huffman is not None]
-        front = bytearray(reserve) + quantized.write_codebooks(used)
-        return torch.cat([torch.frombuffer(front, dtype=torch.uint8), streams]).to(layers.device)
+
+        def front(codes: Mapping[int, bytes]) -> bytes:
+            for codebook in codebooks:
+                codebook.magnitudes = codebook.magnitudes if self.rule.carried else None
+                codebook.huffman = codes.get(codebook.bits)
+            used = [book for book in codebooks if self.rule.carried or book.huffman is not None]
+            return bytes(reserve) + quantized.write_codebooks(used)
+
+        entropy = for_device(host.device).entropy
+        streams, _ = entropy.encode(host, numels, self.rule, tables, front)
+        return streams.to(layers.device)
 
     def decompress_layers_add_(
         self, body: Tensor, outs: Sequence[Tensor], scale: float
@@ -165,23 +170,18 @@ class Quantizer(GatheredCompressor):
 
     def _add_layers_(self, body: Tensor, outs: Sequence[Tensor], scale: float) -> npt.NDArray[np.bool_]:
         """Decode a body without a rotation."""
-        tables, start, body = self._opened(body, [out.numel() for out in outs])
+        tables, codes, start = self._opened(body)
         kernels = for_device(body.device).quantized
-        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables)
+        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables, codes)
         return marks.astype(np.bool_)
 
-    def _opened(self, body: Tensor, numels: list[int]) -> tuple[Tables, int, Tensor]:
-        """The tables of a body, where its layers begin, and the body with its codes packed."""
+    def _opened(self, body: Tensor) -> tuple[Tables, Mapping[int, Code], int]:
+        """The tables and the Huffman codes of a body, and where its layers begin."""
         check_bytes(body)
         if body.numel() and not self.rule.carried and not body[0]:
-            return self.rule.tables, 1, body
+            return self.rule.tables, {}, 1
         data = body.cpu()
-        entropy = for_device(data.device).entropy
-        tables, codes, start = entropy.read_codebooks(data.numpy(), self.rule)
-        if not codes:
-            return tables, start, body
-        packed = entropy.decode(data, start, numels, self.rule, tables, codes)
-        return tables, 0, packed.to(body.device)
+        return for_device(data.device).entropy.read_codebooks(data.numpy(), self.rule)
 
     def errors(
         self,
@@ -372,7 +372,7 @@ class QSGD(_Random):
     """Evenly spaced levels between the block's L2 norm and its negative, with 0.
 
     Unbiased. Variance: at most ``min(block / s^2, sqrt(block) / s) * |x|^2`` with
-    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about six memcpys of the tensor to
+    ``s = 2^(bits - 1) - 1``, so few bits want small blocks. Cost: about five memcpys of the tensor to
     compress, two to decode. Wire: ``bits + 32 / block`` bits per value (1.6 for 2 bits, whose three
     levels are packed five to a byte); with Huffman coding far fewer, since most codes are near 0.
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
@@ -714,12 +714,12 @@ class _Learned(_Random):
 class ALQ(_Learned):
     """Levels that are moved one by one to where the expected error is least.
 
-    Unbiased. Cost: about fourteen memcpys of the tensor to compress and two to decode, with Huffman
-    coding twenty and six; learning is at few steps (see
-    :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire: at most
-    ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 % above 0.6
-    bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020),
-    sections 3.1 to 3.3.
+    Unbiased. Cost with 2 or 3 bits: about six memcpys of the tensor to compress and two to decode, with
+    Huffman coding eight and four; more bits cost more, as there are more levels to compare with.
+    Learning is at few steps (see :class:`hvd_adaptive.compressors.level_fitting.LearnedLevels`). Wire:
+    at most ``bits + 32 / block`` bits per value; with Huffman coding the codes' entropy, within 2 %
+    above 0.6 bits. Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD"
+    (NeurIPS 2020), sections 3.1 to 3.3.
 
     Args:
         bits: 2 to 8 bits per value.

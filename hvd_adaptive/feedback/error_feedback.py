@@ -16,6 +16,7 @@ from hvd_adaptive.feedback.base import (
     Feedback,
     FeedbackContext,
     FeedbackState,
+    LayerStates,
     ResidualState,
     split,
 )
@@ -27,9 +28,9 @@ from hvd_adaptive.kernels.floats import CANCELLED
 class ErrorFeedback(Feedback):
     """What was left out is added to the next gradient.
 
-    Memory: one residual per gradient element, of 4 or 2 bytes. Source: Seide et al., "1-Bit Stochastic
-    Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML
-    2019).
+    Memory: one residual per gradient element, of 4 or 2 bytes; with 2, also a float32 copy of the
+    largest bucket. Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014);
+    Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019).
 
     Args:
         decay: what the residual is multiplied with before the gradient is added: 1 keeps all of it,
@@ -83,6 +84,14 @@ class _Residuals(ResidualState):
     def __init__(self, rule: ErrorFeedback, context: FeedbackContext) -> None:
         super().__init__(context, _DTYPES[rule.dtype])
         self._rule = rule
+        self._spare: Tensor | None = None
+        self._lent: dict[int, Tensor] = {}
+
+    def attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
+        """As of the others; the float32 copy is made again, for the largest of these buckets."""
+        super().attach(buckets, kept)
+        self._spare = None
+        self._lent.clear()
 
     def begin(
         self, bucket: Bucket, grads: Sequence[Tensor], step: int
@@ -90,7 +99,7 @@ class _Residuals(ResidualState):
         """The residual itself (a float32 copy of it where it is kept in bf16), and the gradients."""
         del step
         kept = self._flats[RESIDUAL, bucket.index]
-        x = kept if kept.dtype == torch.float32 else kept.float()
+        x = kept if kept.dtype == torch.float32 else self._widened(kept, bucket)
         if self._rule.decay != 1.0:
             x.mul_(self._rule.decay)
         if self._rule.lr_correction:
@@ -113,6 +122,20 @@ class _Residuals(ResidualState):
             context = self._context
             (key,) = rng.layer_keys(context.seed, context.rank, step, [-1 - bucket.index])
             for_device(x.device).quantized.round_at_random_(kept, x, int(key))
+            self._spare = self._lent.pop(bucket.index, self._spare)
+
+    def _widened(self, kept: Tensor, bucket: Bucket) -> Tensor:
+        """A float32 copy, in memory that one bucket leaves to the next.
+
+        Fresh memory costs a page fault for every 4 KiB. Where several buckets are under way at once,
+        the others get some: kept, it would be more than bf16 saves.
+        """
+        spare, self._spare = self._spare, None
+        if spare is None or spare.device != kept.device:
+            largest = max(each.numel for each in self._buckets if each.device == bucket.device)
+            spare = torch.empty(largest, device=kept.device)
+        self._lent[bucket.index] = spare
+        return spare[: bucket.numel].copy_(kept)
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Remainder + what was sent - gradient; what that leaves of rounding alone becomes 0."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.huffman import Code
+from hvd_adaptive.kernels.huffman import Code, Front
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 from hvd_adaptive.wire.sparse import ValueFormat
@@ -371,6 +371,7 @@ class QuantizedKernels(Protocol):
         scale: float,
         rule: QuantizationRule,
         tables: Tables,
+        codes: Mapping[int, Code] | None = None,
     ) -> npt.NDArray[np.uint8]:
         """Add ``scale`` times every decoded value; a layer marked nonfinite becomes NaN.
 
@@ -384,6 +385,7 @@ class QuantizedKernels(Protocol):
             scale: what to multiply with, as float32.
             rule: that of compression.
             tables: levels for all numbers of bits that a layer may have.
+            codes: the Huffman codes of coded layers, by bits.
 
         Returns:
             ``uint8[L]``: 1 where a layer was marked nonfinite.
@@ -480,11 +482,16 @@ class EntropyKernels(Protocol):
     """Huffman coding of quantized layers' codes, in host memory."""
 
     def encode(
-        self, body: Tensor, numels: npt.NDArray[np.int64], rule: QuantizationRule, tables: Tables
+        self,
+        body: Tensor,
+        numels: npt.NDArray[np.int64],
+        rule: QuantizationRule,
+        tables: Tables,
+        front: Front = ...,
     ) -> tuple[Tensor, dict[int, bytes]]:
         """Huffman-code the layers for which that takes fewer bytes.
 
-        Never larger than ``body``, the codebooks included. Cost: some five memcpys of the tensor.
+        Never larger than ``body``, the codebooks included. Cost: some two memcpys of the tensor.
         Lossless.
 
         Args:
@@ -492,6 +499,7 @@ class EntropyKernels(Protocol):
             numels: ``int64[L]``.
             rule: of that call.
             tables: of that call.
+            front: makes what is put before the layers; nothing by default.
 
         Returns:
             The layers, and for each number of bits that was coded its Huffman code as it is sent.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -70,12 +70,15 @@ SAMPLE = 8
 """One chunk in so many is looked at to choose the group."""
 
 _SIZE = struct.Struct("<I")
+Front: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
+"""Takes the Huffman codes as they are sent, by bits; returns what stands before the layers."""
 Writer: TypeAlias = Callable[[int, int], None]
 """Takes a layer and the byte to write its stream at; may touch 8 bytes past the stream."""
-Reader: TypeAlias = Callable[[int, int, int, int], npt.NDArray[np.uint8] | None]
-"""Takes the first byte of a stream, its bytes, the elements of the layer, and the bits of a code.
+Reader: TypeAlias = Callable[[int, int, int, int, npt.NDArray[np.uint8]], bool]
+"""Takes the first byte of a stream, its bytes, the elements of the layer, the bits of a code, and room
+for the packed codes, past which it may touch :data:`SPARE` bytes.
 
-Returns the packed codes, or None if the stream is damaged.
+Returns False if the stream is damaged.
 """
 
 
@@ -162,8 +165,8 @@ class HuffmanTools(Protocol):
     ) -> npt.NDArray[np.int64]:
         """Bits of each chosen layer's stream."""
 
-    def writer(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> Writer:
-        """What writes streams of packed layers into ``out``."""
+    def writer(self, bits: int, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> Writer:
+        """What writes streams of packed layers into ``out``, of those whose codes have ``bits``."""
 
     def reader(self, code: Code, data: npt.NDArray[np.uint8]) -> Reader:
         """What reads the streams in ``data``."""
@@ -176,7 +179,12 @@ class HuffmanCoder:
         self._tools = tools
 
     def encode(
-        self, body: Tensor, numels: npt.NDArray[np.int64], rule: QuantizationRule, tables: Tables
+        self,
+        body: Tensor,
+        numels: npt.NDArray[np.int64],
+        rule: QuantizationRule,
+        tables: Tables,
+        front: Front = lambda codes: b"",
     ) -> tuple[Tensor, dict[int, bytes]]:
         """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.encode`."""
         packed = PackedLayers.of(body.numpy(), numels, rule, tables)
@@ -195,9 +203,8 @@ class HuffmanCoder:
                     for layer, size, gain in zip(chosen.tolist(), sizes.tolist(), saved, strict=True)
                     if gain > 0
                 )
-        return self._write(packed, codes, streams), {
-            bits: self.code_to_bytes(code) for bits, code in codes.items()
-        }
+        sent = {bits: self.code_to_bytes(code) for bits, code in codes.items()}
+        return self._write(packed, codes, streams, front(sent)), sent
 
     def decode(
         self,
@@ -211,26 +218,21 @@ class HuffmanCoder:
         """See :meth:`hvd_adaptive.kernels.base.EntropyKernels.decode`."""
         data = body.numpy()
         readers = {bits: self._tools.reader(code, data) for bits, code in codes.items()}
-        parts, position = [], start
-        for layer, numel in enumerate(numels):
-            size, damage = _layer_size(data, position, numel, rule, tables, codes)
-            if damage:
-                raise damaged(damage, layer, numel, min(position, data.size), data.size)
-            header = int(data[position])
-            if not header & HUFFMAN:
-                parts.append(data[position : position + size])
-            else:
-                bits = header ^ HUFFMAN
-                stream = position + 1 + rule.norm_bytes(numel) + 4
-                front = np.append(np.uint8(bits), data[position + 1 : stream - 4])
-                packed = readers[bits](stream, position + size - stream, numel, bits)
-                if packed is None:
-                    raise damaged(Damage.stream, layer, numel, stream, data.size)
-                parts += [front, packed]
-            position += size
-        if position != data.size:
-            raise damaged(Damage.trailing, len(numels) - 1, 0, position, data.size)
-        return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.uint8)]))
+        layers = [*layers_of(data, start, numels, rule, tables, codes)]
+        room = torch.empty(sum(layer.packed for layer in layers) + SPARE, dtype=torch.uint8)
+        out, position = room.numpy(), 0
+        for layer in layers:
+            front = data[layer.start : layer.codes if layer.stream else layer.end]
+            out[position : position + front.size] = front
+            if layer.stream:
+                out[position] = layer.bits
+                place = out[position + front.size :]
+                size = layer.end - layer.stream
+                reader = readers[layer.bits]
+                if not reader(layer.stream, size, layer.numel, layer.bits, place):
+                    raise damaged(Damage.stream, layer.index, layer.numel, layer.stream, data.size)
+            position += layer.packed
+        return room[:position]
 
     def read_codebooks(
         self, data: npt.NDArray[np.uint8], rule: QuantizationRule
@@ -321,15 +323,25 @@ class HuffmanCoder:
         group = _group_of(entropy, alphabet, int(packed.numels[chosen].sum()))
         counts = self._tools.count(packed, chosen, bits, (alphabet, group), 1)
         code = self.code_of(counts, group, alphabet)
-        return code, (self._tools.stream_bits(packed, chosen, bits, code) + 7) // 8
+        if chosen.size == 1:
+            sizes = np.array([counts @ code.lengths.astype(np.int64)])
+        else:
+            sizes = self._tools.stream_bits(packed, chosen, bits, code)
+        return code, (sizes + 7) // 8
 
     def _write(
-        self, packed: PackedLayers, codes: Mapping[int, Code], streams: Mapping[int, int]
+        self,
+        packed: PackedLayers,
+        codes: Mapping[int, Code],
+        streams: Mapping[int, int],
+        front: bytes,
     ) -> Tensor:
-        """The layers, some as streams of these sizes, the others as they are."""
-        room = torch.empty(int(packed.begins[-1]) + SPARE, dtype=torch.uint8)
-        out, position = room.numpy(), 0
-        writers = {bits: self._tools.writer(code, packed, out) for bits, code in codes.items()}
+        """After ``front`` the layers, some as streams of these sizes, the others as they are."""
+        position = len(front)
+        room = torch.empty(position + int(packed.begins[-1]) + SPARE, dtype=torch.uint8)
+        out = room.numpy()
+        out[:position] = np.frombuffer(front, np.uint8)
+        writers = {bits: self._tools.writer(bits, code, packed, out) for bits, code in codes.items()}
         for layer, begin in enumerate(packed.begins[:-1].tolist()):
             coded = layer in streams
             end = int(packed.starts[layer] if coded else packed.begins[layer + 1])
@@ -359,29 +371,79 @@ def _ideal_bits(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return -np.log2(np.where(shares > 0, shares, 1.0))
 
 
-def _layer_size(
+@dataclass(frozen=True)
+class ReceivedLayer:
+    """Where a layer lies in a body."""
+
+    index: int
+    numel: int
+    bits: int
+    """Of a packed code; 0 where the layer was not finite."""
+    start: int
+    codes: int
+    """Byte at which its packed codes begin, or the length of its stream."""
+    stream: int
+    """Byte at which its stream begins; 0 where it has none."""
+    end: int
+    packed: int
+    """Bytes of the layer with its codes packed."""
+
+
+def layers_of(
     data: npt.NDArray[np.uint8],
-    position: int,
+    start: int,
+    numels: Sequence[int],
+    rule: QuantizationRule,
+    tables: Tables,
+    codes: Mapping[int, Code],
+) -> Iterator[ReceivedLayer]:
+    """Walk along the layers of a received body that has Huffman codes.
+
+    Args:
+        data, start, numels, rule, tables, codes: as of
+            :meth:`hvd_adaptive.kernels.base.EntropyKernels.decode`.
+
+    Raises:
+        WireError: a layer is cut short or has no code, when it is reached; or bytes are left.
+    """
+    for index, numel in enumerate(numels):
+        found = _layer_at(data, start, index, numel, rule, tables, codes)
+        if isinstance(found, Damage):
+            raise damaged(found, index, numel, min(start, data.size), data.size)
+        yield found
+        start = found.end
+    if start != data.size:
+        raise damaged(Damage.trailing, len(numels) - 1, 0, start, data.size)
+
+
+def _layer_at(
+    data: npt.NDArray[np.uint8],
+    start: int,
+    index: int,
     numel: int,
     rule: QuantizationRule,
     tables: Tables,
     codes: Mapping[int, Code],
-) -> tuple[int, Damage]:
-    """(bytes of the layer at ``position``, what is wrong with it)."""
-    if position >= data.size:
-        return 0, Damage.truncated
-    header = int(data[position])
+) -> ReceivedLayer | Damage:
+    """The layer at byte ``start``, or what is wrong with it."""
+    if start >= data.size:
+        return Damage.truncated
+    header = int(data[start])
     if header == NONFINITE:
-        return 1, Damage.none
+        return ReceivedLayer(index, numel, 0, start, start + 1, 0, start + 1, 1)
     bits = header & ~HUFFMAN
     if bits > MAX_BITS or not tables.alphabets[bits] or (header & HUFFMAN and bits not in codes):
-        return 0, Damage.header
-    size = 1 + rule.norm_bytes(numel)
-    if not header & HUFFMAN:
-        size += packed_bytes(numel, bits, int(tables.alphabets[bits]))
-    else:
-        word = data[position + size : position + size + 4].tobytes()
-        if len(word) < 4:
-            return 0, Damage.truncated
-        size += 4 + int(_SIZE.unpack(word)[0])
-    return size, Damage.none if position + size <= data.size else Damage.truncated
+        return Damage.header
+    norms_end = start + 1 + rule.norm_bytes(numel)
+    packed = packed_bytes(numel, bits, int(tables.alphabets[bits]))
+    stream, end = 0, norms_end + packed
+    if header & HUFFMAN:
+        word = data[norms_end : norms_end + _SIZE.size].tobytes()
+        if len(word) < _SIZE.size:
+            return Damage.truncated
+        stream = norms_end + _SIZE.size
+        end = stream + int(_SIZE.unpack(word)[0])
+    if end > data.size:
+        return Damage.truncated
+    whole = norms_end - start + packed
+    return ReceivedLayer(index, numel, bits, start, norms_end, stream, end, whole)

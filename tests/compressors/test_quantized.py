@@ -24,6 +24,7 @@ from hvd_adaptive.compressors.quantized import (
 )
 from hvd_adaptive.kernels.cpu import quantized as cpu
 from hvd_adaptive.kernels.reference import quantized as reference
+from hvd_adaptive.kernels.reference.packing import in_rows, unpack
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import quantized as wire_quantized
@@ -54,7 +55,7 @@ def test_three_levels_take_eight_fifths_of_a_bit() -> None:
 def tolerance(member: Quantizer, x: Tensor, draws: int) -> Tensor:
     """What the mean of ``draws`` may miss ``x`` by: Bernstein's bound for five standard errors."""
     rule = member.rule
-    rows = reference.in_rows(x, rule.block)
+    rows = in_rows(x, rule.block)
     sizes = reference.block_sizes(x.numel(), rule.block, x.device)
     norms = reference.block_norms(rows, sizes, rule)[:, :1].double()
     shares = (rows / norms).clamp(-1, 1)
@@ -335,7 +336,7 @@ def test_three_bits_come_within_two_percent_of_the_entropy(member: Quantizer) ->
     tables = member.tables([3], None)
     body, _ = cpu.compress_(x.clone(), np.array([0, x.numel()]), np.array([3]), member.rule, tables)
     alphabet = int(tables.alphabets[3])
-    codes = reference.unpack(body[1 + member.rule.norm_bytes(x.numel()) :], 3, alphabet)
+    codes = unpack(body[1 + member.rule.norm_bytes(x.numel()) :], 3, alphabet)
     shares = torch.bincount(codes).double() / codes.numel()
     entropy = float(-(shares[shares > 0] * shares[shares > 0].log2()).sum())
     payload = member.compress_(x, 3)

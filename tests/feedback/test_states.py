@@ -22,8 +22,8 @@ def buckets_of(spec: str, names: list[str], cap: float) -> tuple[Bucket, ...]:
     return build_buckets(layers, routes, cap)
 
 
-def memory() -> FeedbackState:
-    rule = feedback.parse("ef")
+def memory(spec: str = "ef") -> FeedbackState:
+    rule = feedback.parse(spec)
     assert rule is not None
     return rule.new_state(FeedbackContext(lambda index: 0.1, lambda: 1))
 
@@ -75,3 +75,37 @@ def test_what_is_not_kept_begins_with_zeros() -> None:
     residuals.attach(buckets, loaded)
     assert held(residuals) == {"layer0": [0.0] * 3, "layer3": [1.0, 2.0, 3.0, 4.0]}
     assert loaded == {"layer3": {}}
+
+
+def test_bf16_residuals_are_widened_in_the_same_memory_bucket_after_bucket() -> None:
+    residuals = memory("ef:dtype=bf16")
+    buckets = buckets_of("topk", [layer.name for layer in LAYERS], 1.0)
+    residuals.attach(buckets, {})
+    places = set()
+    for step, bucket in ((step, bucket) for step in range(3) for bucket in buckets if bucket.numel):
+        x, adds = residuals.begin(bucket, [], step)
+        assert x.tolist() == [float(step)] * bucket.numel
+        places.add(x.data_ptr())
+        residuals.commit(bucket, x.add_(1.0), adds, [True] * len(bucket.layers), step)
+    assert len(places) == 1
+
+
+def test_bf16_residuals_of_buckets_under_way_at_once_stay_apart() -> None:
+    names = [layer.name for layer in LAYERS]
+    kept = []
+    for at_once in (True, False):
+        residuals = memory("ef:dtype=bf16")
+        buckets = buckets_of("topk", names, 1.0)
+        residuals.attach(buckets, {})
+        for step in range(3):
+            under_way = []
+            for bucket in buckets:
+                x, _ = residuals.begin(bucket, [], step)
+                under_way.append((bucket, x.add_(torch.arange(1.0, bucket.numel + 1) / 7)))
+                if not at_once:
+                    residuals.commit(*under_way.pop(), [], [True] * len(bucket.layers), step)
+            for bucket, x in under_way:
+                residuals.commit(bucket, x, [], [True] * len(bucket.layers), step)
+        kept.append(held(residuals))
+    assert kept[0] == kept[1]
+    assert any(any(values) for values in kept[0].values())

@@ -33,6 +33,18 @@ def test_warm_says_how_long_it_took() -> None:
     assert "kernels ready after" in done.stdout
 
 
+def test_huffman_coding_is_compiled_beforehand() -> None:
+    program = (
+        "from hvd_adaptive.commands import precompile\n"
+        "from hvd_adaptive.kernels.cpu import entropy, fields, quantized, symbols\n"
+        "precompile.precompile()\n"
+        "for kernel in (quantized._add_stream, fields.put_stream, fields.stream_bits,\n"
+        "               fields.fill_entries, fields.count_symbols, symbols.find_codewords):\n"
+        "    assert kernel.signatures, kernel\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_benchmark_runs() -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks.micro.kernels", "--quick"]

@@ -20,7 +20,9 @@ from hvd_adaptive.compressors.quantized import Quantizer
 from hvd_adaptive.kernels import quantization
 from hvd_adaptive.kernels.cpu import quantized as cpu
 from hvd_adaptive.kernels.cpu.packing import bytes_of_codes, group_size, pack_codes, unpack_codes
+from hvd_adaptive.kernels.reference import packing
 from hvd_adaptive.kernels.reference import quantized as reference
+from hvd_adaptive.kernels.reference.packing import pack
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import quantized as wire_quantized
@@ -97,6 +99,29 @@ def test_any_finite_float_survives_in_payload_and_remainder(
     assert bool((exact.abs() <= 2.0**-24 * rest.double().abs() + 1e-45).all())
 
 
+@usual
+@given(
+    st.integers(1, 7),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 200), st.sampled_from([-1.0, 1.0]), st.integers(-1, 1))),
+    st.integers(0, 2**32 - 1),
+)
+def test_values_on_and_beside_the_levels_of_any_table_are_rounded_alike(
+    width: int, zero: bool, values: list[tuple[int, float, int]], seed: int
+) -> None:
+    rng, count = np.random.default_rng(seed), 1 << (width - 1)
+    least = np.sort(rng.choice(2**16, count - 1, replace=False) + 1) / 2.0**17
+    magnitudes = np.append(least, 1).astype(np.float32)
+    if zero and width > 1:
+        magnitudes[0] = 0
+    x = np.ones(len(values) + 1, np.float32)
+    for i, (level, sign, beside) in enumerate(values):
+        at = magnitudes[level % count]
+        x[i] = sign * np.nextafter(at, np.float32(2 * beside)) if beside else sign * at
+    rule, tables = QuantizationRule(Norm.max, Rounding.table, block=64), Tables({width: magnitudes})
+    assert_same(x, width, rule, tables)
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.norms == 1], ids=repr)
 @pytest.mark.parametrize("squared", [True, False])
 def test_cpu_and_reference_weigh_the_same(rule: QuantizationRule, squared: bool) -> None:
@@ -119,12 +144,13 @@ def test_packed_codes_come_back_at_their_true_width(alphabet: int) -> None:
     for numel in (*range(20), 1000, 3359, 3361):
         codes = np.zeros(numel + 64, np.uint8)
         codes[:numel] = rng.integers(alphabet, size=numel)
-        packed = reference.pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
+        packed = pack(torch.from_numpy(codes[:numel]).long(), width, alphabet)
         size = wire_quantized.packed_bytes(numel, width, alphabet)
         assert packed.numel() == size == bytes_of_codes(numel, width, alphabet)
         groups = -(-numel // group_size(alphabet))
         out = np.zeros(size + 64, np.uint8)
-        pack_codes(codes.ctypes.data, groups, width, alphabet, out.ctypes.data)
+        spent = codes.copy()
+        pack_codes(spent.ctypes.data, groups, width, alphabet, out.ctypes.data)
         assert out[:size].tolist() == packed.tolist()
         back = np.zeros(numel + 64, np.uint8)
         start = out.ctypes.data
@@ -222,7 +248,7 @@ def test_cpu_and_reference_find_the_same_damage() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [wire_quantized, quantized, reference, quantization],
+    [wire_quantized, quantized, packing, reference, quantization],
     ids=lambda module: module.__name__,
 )
 def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:

@@ -12,19 +12,24 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, uint8, uint16, uint32, uint64
+from numba import int64, uint8
 
 from hvd_adaptive.kernels.cpu.compiling import kernel
-from hvd_adaptive.kernels.cpu.intrinsics import store_u64
-from hvd_adaptive.kernels.cpu.packing import bytes_of_codes, group_size, pack_codes, unpack_codes
-from hvd_adaptive.kernels.cpu.streams import SLACK, stream_window
+from hvd_adaptive.kernels.cpu.fields import (
+    count_symbols,
+    field_count,
+    fill_entries,
+    put_stream,
+    shape_of,
+    stream_bits,
+)
+from hvd_adaptive.kernels.cpu.symbols import OVERSHOOT, Decoder, find_codewords, get_stream
 from hvd_adaptive.kernels.huffman import CHUNK, MAX_LENGTH, Code, HuffmanCoder, PackedLayers
-from hvd_adaptive.wire.quantized import packed_bytes
 
 DEEPEST = 96
 """Longer than any codeword before it is limited: a depth d needs more than 1.6^d elements."""
 
-_Arrays: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
+_Arrays: TypeAlias = tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]
 
 
 @kernel
@@ -90,36 +95,6 @@ def _lengths(counts, lengths):
 
 
 @kernel
-def _reversed(word, length):
-    """The lowest ``length`` bits of ``word`` in the opposite order."""
-    reverse = 0
-    for _ in range(length):
-        reverse = (reverse << 1) | (word & 1)
-        word >>= 1
-    return reverse
-
-
-@kernel
-def _words(lengths, words):
-    """Canonical codewords, first bit lowest; False where no code has these lengths."""
-    counts, following = np.zeros(MAX_LENGTH + 1, np.int64), np.zeros(MAX_LENGTH + 1, np.int64)
-    for length in lengths:
-        counts[length] += 1
-    counts[0] = 0
-    word = 0
-    for length in range(1, MAX_LENGTH + 1):
-        word = (word + counts[length - 1]) << 1
-        following[length] = word
-        if word + counts[length] > 1 << length:
-            return False
-    for symbol in range(len(lengths)):
-        length = int64(lengths[symbol])
-        words[symbol] = uint16(_reversed(following[length], length))
-        following[length] += int64(length > 0)
-    return counts.sum() > 0
-
-
-@kernel
 def _put_lengths(lengths, out):
     """Write lengths as nibbles, a byte each; returns how many."""
     size, i = 0, 0
@@ -173,162 +148,65 @@ def _get_lengths(nibbles, lengths):
     return at
 
 
-@kernel
-def _gather(codes, count, alphabet, group, symbols):
-    """Make symbols of count codes, which are filled up to whole groups; returns how many."""
-    groups = (count + group - 1) // group
-    codes[count : groups * group] = uint8(alphabet // 2)
-    for i in range(groups):
-        symbol = uint32(0)
-        for digit in range(group - 1, -1, -1):
-            symbol = uint32(symbol * uint32(alphabet) + uint32(codes[group * i + digit]))
-        symbols[i] = symbol
-    return groups
-
-
-@kernel
-def _symbols(position, end, first, n, bits, alphabet, group, work):
-    """Symbols of the chunk of a layer that begins at code ``first``; returns how many."""
-    codes, symbols = work
-    count = min(CHUNK, n - first)
-    unpack_codes(position, end, first, count, bits, alphabet, int64(codes.ctypes.data))
-    return _gather(codes, count, alphabet, group, symbols)
-
-
-@kernel
-def _count(body, starts, numels, chosen, bits, alphabet, group, stride, counts, work):
-    """Count the symbols of the chosen layers, whose packed codes begin at ``starts``."""
-    for layer in chosen:
-        n = numels[layer]
-        position = body + starts[layer]
-        end = position + bytes_of_codes(n, bits, alphabet)
-        for first in range(0, n, CHUNK * stride):
-            for i in range(_symbols(position, end, first, n, bits, alphabet, group, work)):
-                counts[work[1][i]] += 1
-
-
-@kernel
-def _stream_bits(position, n, bits, alphabet, group, lengths, work):
-    """Bits that a layer takes."""
-    end = position + bytes_of_codes(n, bits, alphabet)
-    total = int64(0)
-    for first in range(0, n, CHUNK):
-        for i in range(_symbols(position, end, first, n, bits, alphabet, group, work)):
-            total += int64(lengths[work[1][i]])
-    return total
-
-
-@kernel
-def _put_stream(position, n, bits, alphabet, group, lengths, words, out, work):
-    """Write a layer's stream; touches 8 bytes past it. Returns the address after it."""
-    end = position + bytes_of_codes(n, bits, alphabet)
-    word, fill = uint64(0), uint64(0)
-    for first in range(0, n, CHUNK):
-        for i in range(_symbols(position, end, first, n, bits, alphabet, group, work)):
-            symbol = work[1][i]
-            word |= uint64(words[symbol]) << fill
-            fill += uint64(lengths[symbol])
-            store_u64(out, word)
-            out += int64(fill >> uint64(3))
-            word >>= fill & ~uint64(7)
-            fill &= uint64(7)
-    store_u64(out, word)
-    return out + int64((fill + uint64(7)) >> uint64(3))
-
-
-@kernel
-def _fill_table(lengths, words, table):
-    """table[next bits] = symbol << 4 | length; 0 where no codeword begins so."""
-    table[:] = 0
-    for symbol in range(len(lengths)):
-        length = int64(lengths[symbol])
-        if length:
-            for i in range(int64(words[symbol]), len(table), 1 << length):
-                table[i] = uint32((symbol << 4) | length)
-
-
-@kernel
-def _fill_digits(alphabet, group, digits):
-    """The codes of every symbol, a byte each."""
-    for symbol in range(len(digits)):
-        word, rest = uint64(0), symbol
-        for digit in range(group):
-            word |= uint64(rest % alphabet) << uint64(8 * digit)
-            rest //= alphabet
-        digits[symbol] = word
-
-
-@kernel
-def _get_stream(position, size, n, bits, alphabet, group, table, digits, out, codes):
-    """Decode a stream of ``size`` bytes into packed codes at ``out``; returns whether it is whole."""
-    end, bit = position + size, int64(0)
-    address = int64(codes.ctypes.data)
-    mask = uint64(len(table) - 1)
-    packed = group_size(alphabet)
-    for first in range(0, n, CHUNK):
-        count = min(CHUNK, n - first)
-        for i in range(0, count, group):
-            entry = table[stream_window(position, bit, end) & mask]
-            bit += int64(entry & uint32(15))
-            if entry == 0 or bit > 8 * size:
-                return False
-            store_u64(address + i, digits[entry >> uint32(4)])
-        groups = (count + packed - 1) // packed
-        codes[count : groups * packed] = 0
-        out = pack_codes(address, groups, bits, alphabet, out)
-    return (bit + 7) >> 3 == size and stream_window(position, bit, end) == 0
-
-
 def _work_arrays() -> _Arrays:
-    """Room for one chunk's codes and symbols."""
-    return np.empty(CHUNK + 2 * SLACK, np.uint8), np.empty(CHUNK, np.uint32)
+    """Room for one chunk's fields and codes."""
+    return np.empty(CHUNK, np.uint16), np.empty(CHUNK + 2 * OVERSHOOT, np.uint8)
+
+
+class _Fields:
+    """The codewords of every field of codes.
+
+    Args:
+        bits: of a packed code.
+        code: that of its symbols.
+        numel: so many codes in all.
+    """
+
+    def __init__(self, bits: int, code: Code, numel: int) -> None:
+        self.shape = shape_of(bits, code.alphabet, code.group, numel)
+        self.lengths, self.words = code.lengths, np.zeros(code.lengths.size, np.uint16)
+        find_codewords(code.lengths, self.words)
+        self.entries = np.empty(field_count(self.shape), np.uint64)
+        self.longest = fill_entries(self.lengths, self.words, self.shape, self.entries)
 
 
 class _Writer:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
-        self._code, self._packed, self._work = code, packed, _work_arrays()
+    def __init__(self, bits: int, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+        self._packed, self._work = packed, _work_arrays()
         self._source, self._out = packed.body.ctypes.data, out.ctypes.data
-        self._words = np.zeros(code.lengths.size, np.uint16)
-        _words(code.lengths, self._words)
+        self._fields = _Fields(bits, code, int(packed.numels.sum()))
 
     def __call__(self, layer: int, position: int) -> None:
-        code, packed = self._code, self._packed
-        source, out = self._source + packed.starts[layer], self._out + position
-        layout = (packed.numels[layer], packed.headers[layer], code.alphabet, code.group)
-        _put_stream(source, *layout, code.lengths, self._words, out, self._work)
+        packed, fields = self._packed, self._fields
+        put_stream(
+            self._source + packed.starts[layer],
+            packed.numels[layer],
+            fields.shape,
+            fields.entries,
+            fields.longest,
+            fields.lengths,
+            fields.words,
+            self._out + position,
+            self._work,
+        )
 
 
 class _Reader:
-    """The tables that decode the streams of one code."""
+    """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
     def __init__(self, code: Code, data: npt.NDArray[np.uint8]) -> None:
-        self._code, self._address, self._codes = code, data.ctypes.data, _work_arrays()[0]
-        self._table = np.empty(1 << int(code.lengths.max()), np.uint32)
-        self._digits = np.empty(code.lengths.size, np.uint64)
-        words = np.zeros(code.lengths.size, np.uint16)
-        _words(code.lengths, words)
-        _fill_table(code.lengths, words, self._table)
-        _fill_digits(code.alphabet, code.group, self._digits)
+        self._alphabet, self._address = code.alphabet, data.ctypes.data
+        self._codes = _work_arrays()[1]
+        self._decoder = Decoder(code, data.size)
 
-    def __call__(self, start: int, size: int, numel: int, bits: int) -> npt.NDArray[np.uint8] | None:
-        code = self._code
-        length = packed_bytes(numel, bits, code.alphabet)
-        out = np.empty(length + SLACK, np.uint8)
-        whole = _get_stream(
-            self._address + start,
-            size,
-            numel,
-            bits,
-            code.alphabet,
-            code.group,
-            self._table,
-            self._digits,
-            out.ctypes.data,
-            self._codes,
-        )
-        return out[:length] if whole else None
+    def __call__(
+        self, start: int, size: int, numel: int, bits: int, out: npt.NDArray[np.uint8]
+    ) -> bool:
+        decoder, position = self._decoder, self._address + start
+        layout = (bits, self._alphabet, decoder.group, decoder.tables)
+        return bool(get_stream(position, size, numel, *layout, out.ctypes.data, self._codes))
 
 
 class _Tools:
@@ -342,7 +220,7 @@ class _Tools:
         return lengths
 
     def is_code(self, lengths: npt.NDArray[np.uint8]) -> bool:
-        return bool(_words(lengths, np.empty(lengths.size, np.uint16)))
+        return bool(find_codewords(lengths, np.empty(lengths.size, np.uint16)))
 
     def nibbles_of(self, lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         nibbles = np.zeros(3 * lengths.size + 2, np.uint8)
@@ -360,18 +238,29 @@ class _Tools:
         stride: int,
     ) -> npt.NDArray[np.int64]:
         alphabet, group = shape
-        counts, body = np.zeros(alphabet**group, np.int64), packed.body.ctypes.data
-        layout = (packed.starts, packed.numels, chosen, bits, alphabet, group, stride)
-        _count(body, *layout, counts, _work_arrays())
+        counts = np.zeros(alphabet**group, np.int64)
+        fields = shape_of(bits, alphabet, group, int(packed.numels[chosen].sum()) // stride)
+        count_symbols(
+            packed.body.ctypes.data,
+            packed.starts,
+            packed.numels,
+            chosen,
+            stride,
+            fields,
+            np.zeros(field_count(fields), np.int64),
+            counts,
+            _work_arrays(),
+        )
         return counts
 
     def stream_bits(
         self, packed: PackedLayers, chosen: npt.NDArray[np.int64], bits: int, code: Code
     ) -> npt.NDArray[np.int64]:
         body, work = packed.body.ctypes.data, _work_arrays()
-        layout = (bits, code.alphabet, code.group, code.lengths, work)
+        fields = _Fields(bits, code, int(packed.numels[chosen].sum()))
+        layout = (fields.shape, fields.entries, code.lengths, work)
         sizes = [
-            _stream_bits(body + packed.starts[layer], packed.numels[layer], *layout) for layer in chosen
+            stream_bits(body + packed.starts[layer], packed.numels[layer], *layout) for layer in chosen
         ]
         return np.array(sizes, np.int64)
 

@@ -93,6 +93,7 @@ def _reinterpret(source: Any, target: Any) -> Any:
 float32_pointer = _pointer(types.float32)
 uint32_pointer = _pointer(types.uint32)
 int64_pointer = _pointer(types.int64)
+uint64_pointer = _pointer(types.uint64)
 
 load_u64, store_u64 = _load(types.uint64), _store(types.uint64)
 load_u32, store_u32 = _load(types.uint32), _store(types.uint32)

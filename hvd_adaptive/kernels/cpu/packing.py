@@ -5,10 +5,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, uint8, uint64
+from numba import carray, int64, uint8, uint64
 
 from hvd_adaptive.kernels.cpu.compiling import kernel
-from hvd_adaptive.kernels.cpu.intrinsics import load_u8, load_u64, store_u8, store_u64
+from hvd_adaptive.kernels.cpu.intrinsics import (
+    load_u8,
+    load_u64,
+    store_u8,
+    store_u64,
+    uint64_pointer,
+)
 from hvd_adaptive.kernels.cpu.streams import stream_window
 from hvd_adaptive.wire.quantized import TRIT_BYTES, TRITS
 
@@ -29,19 +35,22 @@ TRIT_CODES = np.array(
 def _pack_groups(codes, groups, bits, out):
     """Pack groups of 8 codes (bytes at an address) into ``bits`` bytes each; touches 8 past the end.
 
-    Within a word, pairs of neighbors become one field, three times.
+    Within a word, pairs of neighbors become one field, three times. All words at once, in the place of
+    the codes: that is done by vector instructions, as storing them is not.
     """
     b = uint64(bits)
     one = uint64(1)
     pairs = uint64(0x0001000100010001) * ((one << b) - one)
     fours = uint64(0x0000000100000001) * ((one << (b + b)) - one)
     eights = (one << (uint64(4) * b)) - one
-    for group in range(groups):
-        w = load_u64(codes + 8 * group)
+    words = carray(uint64_pointer(codes), groups)
+    for i in range(groups):
+        w = words[i]
         w = (w & pairs) | ((w >> (uint64(8) - b)) & (pairs << b))
         w = (w & fours) | ((w >> (uint64(16) - uint64(2) * b)) & (fours << (uint64(2) * b)))
-        w = (w & eights) | ((w >> (uint64(32) - uint64(4) * b)) & (eights << (uint64(4) * b)))
-        store_u64(out + bits * group, w)
+        words[i] = (w & eights) | ((w >> (uint64(32) - uint64(4) * b)) & (eights << (uint64(4) * b)))
+    for i in range(groups):
+        store_u64(out + bits * i, words[i])
 
 
 @kernel
@@ -52,12 +61,17 @@ def _unpack_groups(position, end, groups, bits, codes):
     pairs = uint64(0x0001000100010001) * ((one << b) - one)
     fours = uint64(0x0000000100000001) * ((one << (b + b)) - one)
     eights = (one << (uint64(4) * b)) - one
-    for group in range(groups):
-        w = stream_window(position + bits * group, 0, end)
+    words = carray(uint64_pointer(codes), groups)
+    inside = min(groups, max(0, (end - 8 - position) // bits + 1))
+    for i in range(inside):
+        words[i] = load_u64(position + bits * i)
+    for i in range(inside, groups):
+        words[i] = stream_window(position + bits * i, 0, end)
+    for i in range(groups):
+        w = words[i]
         w = (w & eights) | ((w & (eights << (uint64(4) * b))) << (uint64(32) - uint64(4) * b))
         w = (w & fours) | ((w & (fours << (uint64(2) * b))) << (uint64(16) - uint64(2) * b))
-        w = (w & pairs) | ((w & (pairs << b)) << (uint64(8) - b))
-        store_u64(codes + 8 * group, w)
+        words[i] = (w & pairs) | ((w & (pairs << b)) << (uint64(8) - b))
 
 
 @kernel
@@ -92,7 +106,10 @@ def bytes_of_codes(n, bits, alphabet):
 
 @kernel
 def pack_codes(codes, groups, bits, alphabet, out):
-    """Pack whole groups of codes; returns the address after them."""
+    """Pack whole groups of codes, which are overwritten; returns the address after them.
+
+    ``codes`` is a multiple of 8.
+    """
     if alphabet == 3:
         _pack_trits(codes, groups, out)
         return out + groups
@@ -102,7 +119,10 @@ def pack_codes(codes, groups, bits, alphabet, out):
 
 @kernel
 def unpack_codes(position, end, first, count, bits, alphabet, codes):
-    """Unpack codes first to first + count of a layer; returns how many others stand before them."""
+    """Unpack codes first to first + count of a layer; returns how many others stand before them.
+
+    ``codes`` is a multiple of 8.
+    """
     group = group_size(alphabet)
     skip = first % group
     groups = (skip + count + group - 1) // group

@@ -11,7 +11,7 @@ order too, so the bytes are those of the reference.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,9 @@ from hvd_adaptive.kernels.cpu.rounding import (
     L2,
     MEAN,
     POWER,
+    POWERS,
     SIDES,
+    TABLE,
     block_levels,
     choose_codes,
     decode_codes,
@@ -50,7 +52,16 @@ from hvd_adaptive.kernels.cpu.rounding import (
     stream_of,
 )
 from hvd_adaptive.kernels.cpu.streams import SLACK
+from hvd_adaptive.kernels.cpu.symbols import OVERSHOOT, Decoder, decode_until, is_whole, move_down
+from hvd_adaptive.kernels.cpu.tables import (
+    FEW,
+    FEW_TO_DECODE,
+    add_few,
+    find_intervals,
+    round_to_few,
+)
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
+from hvd_adaptive.kernels.huffman import Code, layers_of
 from hvd_adaptive.kernels.quantization import (
     EDGES,
     LARGEST_BF16,
@@ -70,8 +81,9 @@ from hvd_adaptive.wire.quantized import (
     layer_bytes,
 )
 
-TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING = (
-    int(Damage[name]) for name in ("truncated", "header", "norm", "code", "padding", "trailing")
+TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING, STREAM = (
+    int(Damage[name])
+    for name in ("truncated", "header", "norm", "code", "padding", "trailing", "stream")
 )
 
 
@@ -179,7 +191,10 @@ def _measure(x, g, n, block, norm, clip, out, work):
 def _encode(x, g, n, bits, stream, rule, levels, alphabet, norms, out, work):
     """The second pass over a layer whose norms are written: (energy sent, address after the codes)."""
     block, norm, rounding, _ = rule
-    sums, _, codes, decoded, _, _, _, _ = work
+    sums, _, codes, decoded, _, _, lows, highs = work
+    few = rounding == TABLE and alphabet <= FEW
+    if few:
+        find_intervals(levels, alphabet, lows, highs)
     sums_address, codes_address = int64(sums.ctypes.data), int64(codes.ctypes.data)
     pair = np.empty(2, np.float32)
     group = group_size(alphabet)
@@ -191,8 +206,13 @@ def _encode(x, g, n, bits, stream, rule, levels, alphabet, norms, out, work):
         scale, table = block_levels(norms, norm == SIDES, levels, pair)
         norms += 8 if norm == SIDES else 4
         chosen = codes[ready:]
-        choose_codes(values, size, scale, rounding, bits, levels, alphabet, stream, start, chosen, work)
-        decode_codes(chosen, size, scale, rounding, table, alphabet, decoded)
+        if few:
+            round_to_few(values, size, scale, lows, highs, alphabet, stream, start, chosen, decoded)
+        else:
+            choose_codes(
+                values, size, scale, rounding, bits, levels, alphabet, stream, start, chosen, work
+            )
+            decode_codes(chosen, size, scale, rounding, table, alphabet, decoded)
         sent += leave_remainder(x + 4 * start, values, size, decoded)
         ready += size
         out = pack_codes(codes_address, ready // group, bits, alphabet, out)
@@ -255,7 +275,7 @@ class _Work(threading.local):
         self.block = block
         self.sums = np.empty(block, np.float32)
         self.terms = np.empty(block, np.float64)
-        self.codes = np.empty(block + 2 * SLACK, np.uint8)
+        self.codes = np.empty(block + 2 * OVERSHOOT, np.uint8)
         self.shares, self.below, self.gap = (np.empty(block, np.float32) for _ in range(3))
 
     def arrays(self, block: int) -> tuple[npt.NDArray[Any], ...]:
@@ -293,8 +313,8 @@ def compress_(
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`: the same bytes, faster.
 
-    Releases the GIL. Cost with evenly spaced levels: about ten memcpys of the tensor. Memory: 13 bytes
-    per element of one block, kept for each thread.
+    Releases the GIL. Cost: about five memcpys of the tensor, up to twenty-five with many levels of a
+    table. Memory: 13 bytes per element of one block, kept for each thread.
     """
     offsets, bits = check_layers(x, offsets, bits, grads)
     check_bits(bits, tables)
@@ -360,9 +380,21 @@ def _add(out, n, scale, decoded):
 
 
 @kernel
+def _add_block(out, n, scale, norms, codes, rule, levels, alphabet, pair, decoded):
+    """Decode the codes of one block, whose norms are at ``norms``, and add them."""
+    _, norm, rounding, _ = rule
+    value, table = block_levels(norms, norm == SIDES, levels, pair)
+    if rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE:
+        add_few(out, codes, n, value, scale, levels, alphabet)
+    else:
+        decode_codes(codes, n, value, rounding, table, alphabet, decoded)
+        _add(out, n, scale, decoded)
+
+
+@kernel
 def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     """Decode one layer: (damage, address after it or of the damage, whether it was finite)."""
-    block, norm, rounding, _ = rule
+    block, norm, _, _ = rule
     if position >= end:
         return TRUNCATED, end, True
     header = int64(load_u8(position))
@@ -390,10 +422,9 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
         damage = _bad_codes(codes, skip, size, first + size == n, alphabet)
         if damage:
             return damage, start + bytes_of_codes(first, header, alphabet), True
-        value, table = block_levels(norms, sides, levels[header], pair)
+        part, row = codes[skip:], levels[header]
+        _add_block(out + 4 * first, size, scale, norms, part, rule, row, alphabet, pair, decoded)
         norms += 8 if sides else 4
-        decode_codes(codes[skip:], size, value, rounding, table, alphabet, decoded)
-        _add(out + 4 * first, size, scale, decoded)
     return 0, after, True
 
 
@@ -413,6 +444,75 @@ def _add_layers(body, start, size, outs, numels, scale, rule, levels, alphabets,
     return 0, 0, 0
 
 
+@kernel
+def _add_stream(norms, stream, end, out, n, scale, rule, levels, alphabet, group, tables, work):
+    """Decode a Huffman-coded layer: (damage, address of the damage)."""
+    block, norm, _, _ = rule
+    sides = norm == SIDES
+    bad = _bad_norm(norms, ((n + block - 1) // block) * (2 if sides else 1))
+    if bad >= 0:
+        return NORM, norms + 4 * bad
+    codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
+    codes_address = int64(codes.ctypes.data)
+    bit, ready, left = 0, 0, n
+    for first in range(0, n, block):
+        size = min(block, n - first)
+        before = ready
+        bit, ready = decode_until(stream, end, bit, ready, size, left, group, tables, codes_address)
+        if bit < 0:
+            return STREAM, stream
+        left -= ready - before
+        _add_block(out + 4 * first, size, scale, norms, codes, rule, levels, alphabet, pair, decoded)
+        norms += 8 if sides else 4
+        ready = move_down(codes, ready, size)
+    return (0, end) if is_whole(stream, end, bit) else (STREAM, stream)
+
+
+def _add_coded(
+    body: Tensor,
+    start: int,
+    outs: Sequence[Tensor],
+    scale: float,
+    rule: QuantizationRule,
+    tables: Tables,
+    codes: Mapping[int, Code],
+) -> npt.NDArray[np.uint8]:
+    """:func:`decompress_add_` of a body that has Huffman codes, layer by layer."""
+    numels = check_outs(body, outs)
+    data, marks = body.numpy(), np.zeros(len(outs), np.uint8)
+    decoders = {bits: Decoder(code, data.size) for bits, code in codes.items()}
+    address, factor, numbers = body.data_ptr(), np.float32(scale), _numbers_of(rule)
+    work = _work.arrays(rule.block)
+    for layer in layers_of(data, start, numels, rule, tables, codes):
+        out, bits = outs[layer.index].data_ptr(), layer.bits
+        if layer.stream:
+            decoder = decoders[bits]
+            damage, position = _add_stream(
+                address + layer.start + 1,
+                address + layer.stream,
+                address + layer.end,
+                out,
+                layer.numel,
+                factor,
+                numbers,
+                tables.levels[bits],
+                tables.alphabets[bits],
+                decoder.group,
+                decoder.tables,
+                work,
+            )
+        else:
+            levels, alphabets = tables.levels, tables.alphabets
+            position, end = address + layer.start, address + layer.end
+            damage, position, finite = _add_layer(
+                position, end, out, layer.numel, factor, numbers, levels, alphabets, work
+            )
+            marks[layer.index] = not finite
+        if damage:
+            raise damaged(damage, layer.index, layer.numel, position - address, data.size)
+    return marks
+
+
 def decompress_add_(
     body: Tensor,
     start: int,
@@ -420,8 +520,11 @@ def decompress_add_(
     scale: float,
     rule: QuantizationRule,
     tables: Tables,
+    codes: Mapping[int, Code] | None = None,
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_add_`; without the GIL."""
+    if codes:
+        return _add_coded(body, start, outs, scale, rule, tables, codes)
     numels = np.array(check_outs(body, outs), np.int64)
     addresses = np.array([out.data_ptr() for out in outs], np.int64)
     marks = np.zeros(len(outs), np.uint8)

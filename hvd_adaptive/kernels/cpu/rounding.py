@@ -36,7 +36,7 @@ def random_word(i, low, high):
 
 
 @kernel
-def _uniform(i, stream):
+def uniform(i, stream):
     """Number i of a stream, one of the 2^24 multiples of 2^-24 in [0, 1)."""
     low, high, mirror, shift = stream
     word = uint32((random_word(i, low, high) ^ mirror) + shift)
@@ -75,7 +75,7 @@ def _round_uniform(address, n, norm, top, stream, first, codes):
     for i in range(n):
         scaled = saturated_share(a[i], norm) * middle
         below = np.floor(scaled)
-        up = np.float32(_uniform(uint32(first + i), stream) < scaled - below)
+        up = np.float32(uniform(uint32(first + i), stream) < scaled - below)
         codes[i] = uint8(np.int32(below + middle + up))
 
 
@@ -94,7 +94,7 @@ def _round_powers(address, n, norm, top, stream, first, codes):
         gap = bits_float(word) if level > 0 else least
         inside = abs(share) - below
         inside = gap - inside if share < 0 else inside
-        up = np.float32(_uniform(uint32(first + i), stream) < inside / gap)
+        up = np.float32(uniform(uint32(first + i), stream) < inside / gap)
         lower = np.float32(-1) - level if share < 0 else level
         codes[i] = uint8(np.int32(middle + lower + up))
 
@@ -122,7 +122,7 @@ def _round_table(address, n, norm, levels, bits, alphabet, stream, first, codes,
         gap[i] = gaps[codes[i]]
     for i in range(n):
         part = (shares[i] - below[i]) / gap[i]
-        codes[i] += uint8(_uniform(uint32(first + i), stream) < part)
+        codes[i] += uint8(uniform(uint32(first + i), stream) < part)
 
 
 @kernel

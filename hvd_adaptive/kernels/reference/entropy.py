@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hvd_adaptive.kernels.huffman import CHUNK, MAX_LENGTH, Code, HuffmanCoder, PackedLayers
-from hvd_adaptive.kernels.reference.quantized import pack, unpack
+from hvd_adaptive.kernels.reference.packing import pack, unpack
 from hvd_adaptive.wire.quantized import packed_bytes
 
 
@@ -97,7 +97,8 @@ def _unpacked(
 class _Writer:
     """See :class:`hvd_adaptive.kernels.huffman.HuffmanTools`."""
 
-    def __init__(self, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, bits: int, code: Code, packed: PackedLayers, out: npt.NDArray[np.uint8]) -> None:
+        del bits
         self._code, self._packed, self._out = code, packed, out
         self._words = np.array(_words(code.lengths))
 
@@ -122,7 +123,9 @@ class _Reader:
         rows = zip(code.lengths.tolist(), _words(code.lengths) or [], strict=True)
         self._symbols = {row: symbol for symbol, row in enumerate(rows) if row[0]}
 
-    def __call__(self, start: int, size: int, numel: int, bits: int) -> npt.NDArray[np.uint8] | None:
+    def __call__(
+        self, start: int, size: int, numel: int, bits: int, out: npt.NDArray[np.uint8]
+    ) -> bool:
         code, symbols, stream = self._code, [], self._data[start : start + size]
         left = iter(np.unpackbits(stream, bitorder="little").tolist())
         for _ in range(-(-numel // code.group)):
@@ -130,15 +133,17 @@ class _Reader:
             while (length, word) not in self._symbols or not length:
                 bit = next(left, None)
                 if bit is None or length == MAX_LENGTH:
-                    return None
+                    return False
                 word, length = word | bit << length, length + 1
             symbols.append(self._symbols[length, word])
         rest = list(left)
         if len(rest) > 7 or any(rest):
-            return None
+            return False
         digits = np.array(symbols, np.int64)[:, None] // code.alphabet ** np.arange(code.group)
         codes = (digits % code.alphabet).reshape(-1)[:numel]
-        return pack(torch.from_numpy(codes), bits, code.alphabet).numpy()
+        packed = pack(torch.from_numpy(codes), bits, code.alphabet).numpy()
+        out[: packed.size] = packed
+        return True
 
 
 class _Tools:

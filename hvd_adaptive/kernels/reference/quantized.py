@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_outs, check_spectrum
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
+from hvd_adaptive.kernels.huffman import Code
 from hvd_adaptive.kernels.quantization import (
     LARGEST_BF16,
     LARGEST_NORM,
@@ -22,13 +23,13 @@ from hvd_adaptive.kernels.quantization import (
     WEIGHT_SHIFT,
     expected_from_weights,
 )
+from hvd_adaptive.kernels.reference import entropy
+from hvd_adaptive.kernels.reference.packing import in_rows, pack, unpack
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire.quantized import (
     LEVELS,
     MAX_BITS,
     NONFINITE,
-    TRIT_BYTES,
-    TRITS,
     Damage,
     Norm,
     QuantizationRule,
@@ -39,11 +40,6 @@ from hvd_adaptive.wire.quantized import (
 )
 
 _WORD = 0xFFFFFFFF
-
-
-def in_rows(x: Tensor, size: int) -> Tensor:
-    """``x`` in rows of ``size``, the last one filled up with zeros."""
-    return torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
 
 
 def block_sizes(numel: int, block: int, device: torch.device) -> Tensor:
@@ -162,34 +158,6 @@ def _decoded(codes: Tensor, norms: Tensor, rule: QuantizationRule, levels: Tenso
     if rule.norm is Norm.sides:
         return torch.where(codes > 0, norms[:, 1:], -norms[:, :1])
     return levels[codes] * norms
-
-
-def pack(codes: Tensor, bits: int, alphabet: int) -> Tensor:
-    """The bytes of a layer's codes, int64 (see :mod:`hvd_adaptive.wire.quantized`).
-
-    Example:
-        >>> pack(torch.tensor([1, 2, 3]), bits=4, alphabet=16).tolist()
-        [33, 3]
-        >>> pack(torch.tensor([2, 1, 0, 0, 1, 2]), bits=2, alphabet=3).tolist()
-        [86, 2]
-    """
-    if alphabet == 3:
-        digits, weights = in_rows(codes, TRITS), [3**digit for digit in range(TRITS)]
-    else:
-        fields = (codes.unsqueeze(1) >> torch.arange(bits, device=codes.device)) & 1
-        digits, weights = in_rows(fields.view(-1), 8), [1 << bit for bit in range(8)]
-    return (digits * torch.tensor(weights, device=codes.device)).sum(1).to(torch.uint8)
-
-
-def unpack(data: Tensor, bits: int, alphabet: int) -> Tensor:
-    """All codes that fit into the bytes, int64; ``alphabet`` or more where there is none."""
-    wide = data.long().unsqueeze(1)
-    if alphabet == 3:
-        digits = wide // torch.tensor([3**digit for digit in range(TRITS)], device=data.device) % 3
-        return torch.where(wide < TRIT_BYTES, digits, 255).view(-1)
-    stream = ((wide >> torch.arange(8, device=data.device)) & 1).view(-1)
-    rows = stream[: stream.numel() // bits * bits].view(-1, bits)
-    return (rows << torch.arange(bits, device=data.device)).sum(1)
 
 
 def _compress_layer_(
@@ -319,9 +287,13 @@ def decompress_add_(
     scale: float,
     rule: QuantizationRule,
     tables: Tables,
+    codes: Mapping[int, Code] | None = None,
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_add_`."""
     numels = check_outs(body, outs)
+    if codes:
+        body = entropy.decode(body.cpu(), start, numels, rule, tables, codes).to(body.device)
+        start = 0
     marks = np.zeros(len(outs), np.uint8)
     layer, position = 0, start
     try:
