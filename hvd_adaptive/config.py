@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from hvd_adaptive import feedback as feedback_rules
-from hvd_adaptive.collectives import AUTO, check_scheme, scheme_named
+from hvd_adaptive.collectives import AUTO, check_scheme, reduces_in_nodes, scheme_named
 from hvd_adaptive.compressors import (
     REGISTRY,
     CastCompressor,
@@ -108,6 +108,11 @@ class CompressionConfig:
         return choice
 
     @property
+    def scheme_texts(self) -> list[str]:
+        """All schemes that a layer may get, as text."""
+        return [text for _, text in self.schemes]
+
+    @property
     def compressors(self) -> list[Compressor]:
         """All compressors that a layer may get."""
         return list(dict.fromkeys([self.compressor, *(row[1] for row in self.overrides)]))
@@ -152,7 +157,14 @@ class CompressionConfig:
         )
 
     def _check_feedback(self) -> None:
-        """ValueError if the rule cannot work with one of the compressors."""
+        """ValueError if the rule cannot work with one of the compressors, or of the schemes."""
+        if self.feedback is not None and self.feedback.needs_all:
+            for text in filter(reduces_in_nodes, self.scheme_texts):
+                raise ValueError(
+                    f"feedback {format_rule(self.feedback)!r} looks at each rank's whole gradient, but "
+                    f"scheme {text!r} compresses the sum of a node: use a rule without clipping, or "
+                    "scheme='two_shot'"
+                )
         if self.feedback is None or not self.feedback.needs_selection:
             return
         for compressor in self.compressors:

@@ -28,9 +28,11 @@ from hvd_adaptive.arguments import (
     is_registered,
     warn_without_dense_steps,
 )
+from hvd_adaptive.collectives import reduces_in_nodes
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import HorovodChannel, open_channel
 from hvd_adaptive.comm.excepthook import name_this_rank
+from hvd_adaptive.comm.node_groups import NodeGroups, node_groups
 from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.comm.watchdog import watch
 from hvd_adaptive.compressors import Compression
@@ -91,8 +93,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         scheme: how what is encoded (sparsifiers, quantizers) meets: ``"allgather"``, where every rank
             gets every rank's payload, or ``"two_shot"``, where each rank sums a shard and sends the sum
             compressed again, so that traffic does not grow with the ranks; ``"two_shot:level=8"`` has
-            another level for the sums. Or schemes by parameter name pattern, as in
-            ``{"encoder.*": "two_shot"}``.
+            another level for the sums; or ``"hierarchical"``, which adds densely in each node first and
+            sends each element once between nodes (call ``hvd_adaptive.init(hierarchical=True)``). Or
+            schemes by parameter name pattern, as in ``{"encoder.*": "two_shot"}``.
         planner: what chooses each layer's level during training: ``"lgreco"``, ``"lgreco-time"``,
             ``"kimad"``, ``"kimad+"``, ``"gravac"``, ``"accordion"``, ``"accordion+lgreco"``,
             ``"gravac+lgreco"`` or ``"cgx"``, with options as in ``"lgreco:period=200"``; None keeps the
@@ -212,7 +215,14 @@ def _reducer(
     """What reduces the gradients; in an elastic run, among ranks that come and go."""
     process_set, options = arguments.process_set, checked.options
     elastic = active and is_elastic()
-    transport = Transport(arguments.op, process_set, float(arguments.gradient_predivide_factor))
+    nodes = _nodes(checked.config, control, process_set, active)
+    transport = Transport(
+        arguments.op,
+        process_set,
+        float(arguments.gradient_predivide_factor),
+        nodes.topology if nodes else None,
+        nodes.sets if nodes else None,
+    )
     exchange = Exchange(transport, meter, prefix, int(arguments.seed), hvd.rank())
 
     def new_controller() -> Controller:
@@ -227,6 +237,7 @@ def _reducer(
             control.size,
             options.candidates,
             exchange.codec_states.by_key,
+            transport.topology.ranks_per_node,
         )
 
     parts = (
@@ -240,6 +251,32 @@ def _reducer(
         new_controller=new_controller,
         configure=lambda size: meter.configuration(_configuration(checked.digest(), size)),
     )
+
+
+def _nodes(
+    config: CompressionConfig, control: Control, process_set: hvd.ProcessSet, active: bool
+) -> NodeGroups | None:
+    """The nodes of the ranks, where a scheme reduces in a node first; else None.
+
+    Where nothing is to be gained from that, rank 0 says why, once.
+    """
+    if not active or not any(map(reduces_in_nodes, config.scheme_texts)):
+        return None
+    nodes = None
+    if is_elastic():
+        obstacle = "ranks come and go in an elastic run"
+    elif process_set.process_set_id != 0:
+        obstacle = "the optimizer has a process set of its own"
+    else:
+        nodes = node_groups(control)
+        obstacle = nodes.topology.obstacle
+    if obstacle and control.rank == 0:
+        warnings.warn(
+            f"scheme 'hierarchical' reduces as 'two_shot' here: {obstacle}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return nodes
 
 
 def _mean(name: str, process_set: hvd.ProcessSet, value: Tensor) -> Tensor:

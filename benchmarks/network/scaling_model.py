@@ -52,7 +52,8 @@ def volume(collective: str, ranks: int, nbytes: float) -> float:
 
 
 _SCHEMES = {"allreduce": "allreduce", "allgather": "allgather", "two-shot": "cast_two_shot"}
-"""The library's schemes with the traffic of each collective; it has none yet that is hierarchical."""
+"""The library's schemes with the traffic of each collective; its
+hierarchical one is another: it adds densely in a node, while the groups here exchange payloads."""
 
 
 def group_size(ranks: int) -> int:

@@ -39,16 +39,17 @@ class Candidate:
         """Bytes that one rank sends for a layer: exact, or a tested upper bound."""
         return self.compressor.wire_bytes(layer.numel, self.level, shape=layer.shape)
 
-    def link_bytes(self, layer: Layer, ranks: int, encoded: str) -> float:
+    def link_bytes(self, layer: Layer, ranks: int, encoded: str, ranks_per_node: int = 1) -> float:
         """Bytes that one rank's link carries in one direction for a layer (ring algorithms).
 
         Args:
             layer: the layer.
             ranks: how many there are.
             encoded: the scheme of payloads that are encoded, as text.
+            ranks_per_node: how many of them share a node.
         """
         scheme = scheme_for(self.compressor.payload_kind, encoded)
-        return planned_link_bytes(self.payload_bytes(layer), scheme, ranks)
+        return planned_link_bytes(self.payload_bytes(layer), scheme, ranks, ranks_per_node)
 
     def nominal_factor(self, layer: Layer) -> float:
         """Compression factor as the papers count it: 100 for a density of 1 %, 8 for 4 bits."""

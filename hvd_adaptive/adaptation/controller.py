@@ -72,6 +72,7 @@ class AdaptationController:
         ranks: how many take part.
         alternatives: compressors whose levels are candidates in addition to those of a layer's own.
         states: what compressors have learned, by their ``state_key``.
+        ranks_per_node: how many ranks share a node.
     """
 
     plans = True
@@ -85,6 +86,7 @@ class AdaptationController:
         ranks: int,
         alternatives: Sequence[Compressor] = (),
         states: Mapping[Compressor, CodecState] | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
         self.recipe = recipe
         planner = recipe.planner(ranks)
@@ -93,7 +95,7 @@ class AdaptationController:
         self._channel = channel
         self._meter = meter
         self._rank, self._first = rank, rank == 0
-        self._ranks = ranks
+        self._ranks, self._ranks_per_node = ranks, ranks_per_node
         self._alternatives = tuple(alternatives)
         self._sampler = Sampler(
             recipe, planner.needs, planner.factors, ranks, {} if states is None else states
@@ -147,7 +149,10 @@ class AdaptationController:
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
-        rows = (LayerSamples.of(*row, self._alternatives, self._ranks) for row in layers)
+        rows = (
+            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node)
+            for row in layers
+        )
         self._sampler.rows = {row.layer.name: row for row in rows}
         self._levels = {name: row.default for name, row in self._sampler.rows.items()}
         self._last_decision, self.expected = (), {}

@@ -41,6 +41,7 @@ class LayerSamples:
         samples: how many gradients have been measured, or added up in ``total``.
         total: sum of the gradients, where they are accumulated; then nothing is in ``sums``.
         at_factors: compression factors, and the index of the candidate at each.
+        ranks_per_node: how many ranks share a node.
     """
 
     layer: Layer
@@ -55,6 +56,7 @@ class LayerSamples:
     samples: int = 0
     total: Tensor | None = None
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
+    ranks_per_node: int = 1
 
     @classmethod
     def of(
@@ -64,23 +66,30 @@ class LayerSamples:
         scheme: str,
         alternatives: Sequence[Compressor],
         ranks: int,
+        ranks_per_node: int = 1,
     ) -> LayerSamples:
         """Nothing has been measured yet."""
         candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])))
         mine = [index for index, row in enumerate(candidates) if row.compressor == own]
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
-        sizes = np.array([row.link_bytes(layer, ranks, scheme) for row in candidates])
+        sizes = np.array([row.link_bytes(layer, ranks, scheme, ranks_per_node) for row in candidates])
         dense = planned_link_bytes(layer.nbytes, scheme_for(PayloadKind.SUMMABLE), ranks)
         varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
         sums = np.zeros(len(candidates) + 1 + len(varying))
-        return cls(layer, own, scheme, candidates, default, sizes, dense, varying, sums)
+        return cls(
+            layer, own, scheme, candidates, default, sizes, dense, varying, sums,
+            ranks_per_node=ranks_per_node,
+        )  # fmt: skip
 
     def use_scheme(self, scheme: str, ranks: int) -> None:
         """Count with another scheme of what is encoded from now on."""
         if scheme != self.scheme:
             self.scheme = scheme
             self.link_bytes = np.array(
-                [row.link_bytes(self.layer, ranks, scheme) for row in self.candidates]
+                [
+                    row.link_bytes(self.layer, ranks, scheme, self.ranks_per_node)
+                    for row in self.candidates
+                ]
             )
 
     def sample(
@@ -118,7 +127,8 @@ class LayerSamples:
         for index, payload in zip(self.varying, payloads, strict=True):
             if payload > 0:
                 kind = self.candidates[index].compressor.payload_kind
-                sizes[index] = planned_link_bytes(payload, scheme_for(kind, self.scheme), ranks)
+                scheme = scheme_for(kind, self.scheme)
+                sizes[index] = planned_link_bytes(payload, scheme, ranks, self.ranks_per_node)
         return sizes
 
 

@@ -17,7 +17,7 @@ class CollectiveTiming:
 
     Args:
         bucket: index of the bucket.
-        traffic: bytes that this rank's link carried in one direction.
+        traffic: bytes that this rank's link carried in one direction; 0 inside a node.
         launched: when, in seconds.
         done: when its result was there at the latest.
         exposed: seconds of it that were exposed communication.

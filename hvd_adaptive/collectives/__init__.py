@@ -13,12 +13,14 @@ from hvd_adaptive.collectives.allgather import AllGather
 from hvd_adaptive.collectives.allreduce import AllReduce
 from hvd_adaptive.collectives.base import EncodedScheme, Scheme
 from hvd_adaptive.collectives.cast_two_shot import CastTwoShot
+from hvd_adaptive.collectives.hierarchical import Hierarchical
 from hvd_adaptive.collectives.sparse import SparseAllGather
 from hvd_adaptive.collectives.two_shot import TwoShot
 from hvd_adaptive.layers import PayloadKind
 
 SCHEMES: Mapping[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (AllReduce, CastTwoShot, AllGather, TwoShot, SparseAllGather)
+    scheme.name: scheme
+    for scheme in (AllReduce, CastTwoShot, AllGather, TwoShot, Hierarchical, SparseAllGather)
 }
 
 AUTO = "auto"
@@ -31,6 +33,7 @@ __all__ = [
     "check_scheme",
     "encoded_schemes",
     "planned_link_bytes",
+    "reduces_in_nodes",
     "scheme_for",
     "scheme_named",
 ]
@@ -79,10 +82,10 @@ def check_scheme(text: str) -> str:
         ValueError: it names none, or one for other payloads.
 
     Example:
-        >>> check_scheme("allreduce")
+        >>> check_scheme("allreduce")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: scheme 'allreduce' carries no encoded payloads: use one of auto, allgather, two_shot
+        ValueError: scheme 'allreduce' carries no encoded payloads: use one of auto, ...
     """
     if text == AUTO:
         return text
@@ -94,7 +97,12 @@ def check_scheme(text: str) -> str:
     return text
 
 
-def planned_link_bytes(payload: float, scheme: str, ranks: int) -> float:
+def reduces_in_nodes(text: str) -> bool:
+    """Whether a scheme, as text, adds the gradients of a node before it sends them to others."""
+    return text != AUTO and isinstance(scheme_named(text), Hierarchical)
+
+
+def planned_link_bytes(payload: float, scheme: str, ranks: int, ranks_per_node: int = 1) -> float:
     """Bytes on one rank's link, as planners count them.
 
     A lone rank counts as one of two: it sends nothing, which would leave nothing to decide.
@@ -103,9 +111,10 @@ def planned_link_bytes(payload: float, scheme: str, ranks: int) -> float:
         payload: bytes of one rank.
         scheme: that reduces it, as text.
         ranks: number of ranks.
+        ranks_per_node: how many of them share a node.
 
     Example:
         >>> [planned_link_bytes(100, "allgather", ranks) for ranks in (1, 2, 4)]
         [100.0, 100.0, 300.0]
     """
-    return scheme_named(scheme).link_bytes(payload, max(2, ranks))
+    return scheme_named(scheme).link_bytes(payload, max(2, ranks), ranks_per_node)

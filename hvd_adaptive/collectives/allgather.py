@@ -53,7 +53,7 @@ class AllGather(EncodedScheme):
         carried = self.link_bytes(work.nbytes, ranks)
         return link.allgather + link.allgather_byte * carried + work.sums(ranks)
 
-    def link_bytes(self, payload: float, ranks: int) -> float:
+    def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """As of one allgather."""
         return operation_bytes("allgather", payload, payload * ranks, ranks)
 

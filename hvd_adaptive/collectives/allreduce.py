@@ -31,7 +31,7 @@ class AllReduce(Scheme):
         else:
             yield from reduce_summable(bucket, grads, io, _allreduce)
 
-    def link_bytes(self, payload: float, ranks: int) -> float:
+    def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """As of one allreduce of the payload."""
         return operation_bytes("allreduce", payload, payload, ranks)
 

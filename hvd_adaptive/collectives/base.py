@@ -21,10 +21,12 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket, Segment
+from hvd_adaptive.collectives.chunks import Chunks
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Balance, Shards, cut, expected_bytes
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.feedback import FeedbackState, split
 from hvd_adaptive.layers import PayloadKind
@@ -45,18 +47,21 @@ class Buffers:
     """
 
     def __init__(self, bucket: Bucket, per_rank_levels: bool = False) -> None:
-        self._bucket, self._per_rank_levels = bucket, per_rank_levels
+        self._bucket, self.per_rank_levels = bucket, per_rank_levels
         sizes = [layer.numel for layer in bucket.layers]
         self.offsets: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
         self.dense_bytes = bucket.dense_bytes
         self._shards: Shards | None = None
         self._balance = Balance([])
+        self._chunks: Chunks | None = None
+        self.is_gathered = False
+        """Whether feedback keeps nothing outside this rank's chunk; the same on all ranks."""
 
     def shards(self, ranks: int) -> Shards:
         """How the bucket is shared out among so many owners."""
         if self._shards is None or len(self._shards.bounds) != ranks + 1:
             even = [1.0] * len(self._bucket.layers)  # what ranks know alike, whatever their levels
-            weights = even if self._per_rank_levels else expected_bytes(self._bucket)
+            weights = even if self.per_rank_levels else expected_bytes(self._bucket)
             self._shards = cut(self._bucket, weights, ranks)
             self._balance = Balance([0] * ranks)
         return self._shards
@@ -78,6 +83,18 @@ class Buffers:
         if bounds[0] == 0 and bounds[-1] == self._bucket.numel:
             self._shards = Shards(self._bucket, bounds)
             self._balance = Balance(list(found["loads"]), found["steps"], found["window"])
+
+    def chunks(self, ranks: int, local_rank: int) -> Chunks:
+        """How the bucket is shared out among the ranks of a node, of which this is one."""
+        if self._chunks is None or (self._chunks.ranks, self._chunks.local_rank) != (ranks, local_rank):
+            self._chunks = Chunks(self._bucket, ranks, local_rank)
+        return self._chunks
+
+    @functools.cached_property
+    def of_chunk(self) -> Buffers:
+        """Those of the chunk that this rank reduces for its node."""
+        assert self._chunks is not None
+        return Buffers(self._chunks.own, self.per_rank_levels)
 
     @functools.cached_property
     def flat(self) -> Tensor:
@@ -107,12 +124,14 @@ class BucketIO:
         buffers: made once for each bucket.
         codec_states: what compressors have learned, by :attr:`Compressor.state_key`.
         step: number of the step, the same on all ranks.
-        ranks: number of ranks.
-        rank: of this process.
+        ranks: number of ranks that exchange payloads.
+        place: of this rank among them.
+        rank: of this process, for its random numbers.
         scale: factor of a sum over the ranks: ``1 / ranks`` for an average, 1 for a sum.
         share: what each rank must send so that the reduction gives a tensor.
         seed: of random rounding and selection, the same on all ranks.
         observe_energy: called once by schemes that encode.
+        topology: the nodes of all ranks.
     """
 
     feedback: FeedbackState
@@ -120,11 +139,13 @@ class BucketIO:
     codec_states: Mapping[Compressor, CodecState]
     step: int
     ranks: int
+    place: int
     rank: int
     scale: float
     share: Callable[[Tensor], Tensor]
     seed: int
     observe_energy: EnergyObserver
+    topology: Topology
 
     def keys(self, bucket: Bucket, segment: Segment, rank: int) -> npt.NDArray[np.uint64]:
         """Keys of the random numbers of one segment's layers in this step."""
@@ -138,7 +159,7 @@ class BucketIO:
         keys = dithers = None
         if compressor.correlated and self.ranks > 1:
             keys = self.keys(bucket, segment, rng.SHARED)
-            dithers = rng.dithers(keys, self.rank, self.ranks)
+            dithers = rng.dithers(keys, self.place, self.ranks)
         elif compressor.draws:
             keys = self.keys(bucket, segment, self.rank)
         rotation = rng.rotation_key(self.seed, self.step)
@@ -164,6 +185,11 @@ class Scheme(ABC):
     recompresses: ClassVar[bool] = False
     """Whether sums are compressed again, by the owner of a shard, who then keeps what that leaves."""
 
+    def shots_on(self, topology: Topology) -> int:
+        """``shots``, among ranks of these nodes."""
+        del topology
+        return self.shots
+
     @abstractmethod
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Reduce a bucket.
@@ -181,8 +207,16 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def link_bytes(self, payload: float, ranks: int) -> float:
-        """Bytes on one rank's link in one direction, where each rank has ``payload`` bytes."""
+    def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
+        """Bytes on one rank's link in one direction, where each rank has ``payload`` bytes.
+
+        Args:
+            payload: bytes of a rank that compresses a whole gradient.
+            ranks: number of ranks.
+            ranks_per_node: how many of them share a node. Schemes that know nodes count what leaves
+                the node, divided by its ranks; the others send the same wherever ranks are, and count
+                all of it.
+        """
 
 
 class EncodedScheme(Scheme):
@@ -236,4 +270,5 @@ def hand_over(bucket: Bucket, results: Sequence[Tensor], grads: Sequence[Tensor]
         if held is not result:
             excess = (result - held).nan_to_num_(0.0, 0.0, 0.0)  # where both are Inf
             io.feedback.postpone(bucket, position, io.share(excess.view(-1)))
+            io.buffers.is_gathered = False
         grad.copy_(held)

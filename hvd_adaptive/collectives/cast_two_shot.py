@@ -30,7 +30,7 @@ class CastTwoShot(Scheme):
         """Two operations for each round of the compressors."""
         return reduce_summable(bucket, grads, io, _two_shot)
 
-    def link_bytes(self, payload: float, ranks: int) -> float:
+    def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """An alltoall and an allgather of slices."""
         first = operation_bytes("alltoall", payload, payload, ranks)
         return first + operation_bytes("allgather", payload / ranks, payload, ranks)

@@ -28,6 +28,6 @@ class SparseAllGather(Scheme):
         result = yield Request("sparse", grads[0])
         grads[0].zero_().add_(result)
 
-    def link_bytes(self, payload: float, ranks: int) -> float:
+    def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """As of one allgather."""
         return operation_bytes("sparse", payload, payload * ranks, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_flo
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Part, Shards
 from hvd_adaptive.comm.link_costs import LinkCosts
-from hvd_adaptive.comm.request import Request, operation_bytes
+from hvd_adaptive.comm.request import Group, Request, operation_bytes
 from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
 from hvd_adaptive.kernels.floats import CANCELLED
 from hvd_adaptive.wire import WireError
@@ -68,28 +68,11 @@ class TwoShot(EncodedScheme):
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Encode, exchange shards, sum, encode, gather, decode."""
         work = [as_float32(grad) for grad in grads]
-        shards = io.buffers.shards(io.ranks)
-        sent = _compress(bucket, work, shards, io)
-        nonfinite = bool(sent.nonfinite.any())
-        frames = [_frame_of(bodies, bucket, io.ranks, nonfinite) for bodies in sent.bodies]
-        sizes = tuple(sum(piece.numel() for piece in frame) for frame in frames)
-        everything = torch.cat([piece for frame in frames for piece in frame])
-        received = yield Request("alltoall", everything, sizes)
-        owned = _Owned(bucket, shards, io, self.level)
-        answer = owned.reduce(received)
-        gathered = yield Request("allgather", answer)
-        bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), io.ranks)
-        local = [each.clone() for each in work] if nonfinite else work
-        codes, loads = _split(bodies, shards)
-        finite = ~_decode(codes, shards, work, io)
-        io.buffers.note_loads(loads)
-        if not finite.all():
-            owned.restore(finite)
-        _clear_sent(bucket, sent, shards, finite, io)
-        if nonfinite:
-            _restore(bucket, sent, shards, local, ~sent.nonfinite & ~finite, io)
-            for position in np.flatnonzero(~finite).tolist():
-                work[position].fill_(math.nan)
+        shots = Shots(bucket, work, io, self.level)
+        finite = ~(yield from shots.exchange(work))
+        shots.settle(finite)
+        for position in np.flatnonzero(~finite).tolist():
+            work[position].fill_(math.nan)
         io.feedback.finish(bucket, work, finite.tolist())
         hand_over(bucket, work, grads, io)
 
@@ -102,10 +85,73 @@ class TwoShot(EncodedScheme):
         owner = work.sums(ranks, 1 / ranks) + work.codec.compress * work.numel / ranks
         return network + owner + work.sums(1)
 
-    def link_bytes(self, payload: float, ranks: int) -> float:
+    def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """An alltoall and an allgather of shards, both of one payload."""
         first = operation_bytes("alltoall", payload, payload, ranks)
         return first + operation_bytes("allgather", payload / ranks, payload, ranks)
+
+
+class Shots:
+    """One bucket's two shots among the ranks of a group, and what they leave on this rank.
+
+    Args:
+        bucket: the bucket.
+        work: what this rank contributes of its layers: float32, contiguous.
+        io: of the ranks of the group.
+        level: of the second compression; 0 takes that of the first.
+        group: who takes part.
+        owned: the owner's residual of elements of the bucket; None takes that of the feedback.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        work: list[Tensor],
+        io: BucketIO,
+        level: float,
+        group: Group = "all",
+        owned: Callable[[int, int], Tensor | None] | None = None,
+    ) -> None:
+        self._bucket, self._local, self._io, self._group = bucket, work, io, group
+        self._shards = io.buffers.shards(io.ranks)
+        self._sent = _compress(bucket, work, self._shards, io)
+        start, stop = self._shards.bounds[io.place : io.place + 2]
+        residual = owned(start, stop) if owned else io.feedback.owned(bucket, start, stop)
+        self._owned = _Owned(bucket, self._shards, io, level, residual)
+
+    def exchange(self, outs: list[Tensor]) -> Generator[Request, Tensor, Marks]:
+        """Write the reduced layers into ``outs``, which may be what was contributed.
+
+        Returns:
+            The layers that are not finite on some rank, the same on all ranks.
+
+        Raises:
+            WireError: a payload is damaged or too large; on all ranks.
+        """
+        bucket, io = self._bucket, self._io
+        nonfinite = bool(self._sent.nonfinite.any())
+        frames = [_frame_of(bodies, bucket, io.ranks, nonfinite) for bodies in self._sent.bodies]
+        sizes = tuple(sum(piece.numel() for piece in frame) for frame in frames)
+        everything = torch.cat([piece for frame in frames for piece in frame])
+        received = yield Request("alltoall", everything, sizes, self._group)
+        gathered = yield Request("allgather", self._owned.reduce(received), group=self._group)
+        bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), io.ranks)
+        if nonfinite and outs is self._local:
+            self._local = [each.clone() for each in outs]
+        codes, loads = _split(bodies, self._shards)
+        marks = _decode(codes, self._shards, outs, io)
+        if self._group == "all":  # other groups have other shards, and a checkpoint those of all ranks
+            io.buffers.note_loads(loads)
+        return marks
+
+    def settle(self, finite: Marks) -> None:
+        """Keep what was left of layers that are ``finite`` on all ranks; forget the step for others."""
+        bucket, sent, shards, io = self._bucket, self._sent, self._shards, self._io
+        if not finite.all():
+            self._owned.restore(finite)
+        _clear_sent(bucket, sent, shards, finite, io)
+        if not finite.all():
+            _restore(bucket, sent, shards, self._local, ~sent.nonfinite & ~finite, io)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +205,14 @@ def _frame_of(bodies: Sequence[Tensor], bucket: Bucket, ranks: int, nonfinite: b
 class _Owned:
     """The shard that this rank owns, from the codes of all ranks to the code of their sum."""
 
-    def __init__(self, bucket: Bucket, shards: Shards, io: BucketIO, level: float) -> None:
+    def __init__(
+        self, bucket: Bucket, shards: Shards, io: BucketIO, level: float, residual: Tensor | None
+    ) -> None:
         self._bucket, self._io, self._level = bucket, io, level
-        self._parts = shards.parts[io.rank]
-        self._start, self._stop = shards.bounds[io.rank : io.rank + 2]
+        self._parts = shards.parts[io.place]
+        self._start, self._stop = shards.bounds[io.place : io.place + 2]
         self._total = torch.zeros(self._stop - self._start, device=bucket.device)
-        self._residual = io.feedback.owned(bucket, self._start, self._stop)
+        self._residual = residual
         self._bodies: list[Tensor] = []
         self._marks: list[Marks] = []
 

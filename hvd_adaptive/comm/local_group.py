@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -24,11 +25,13 @@ from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.comm.transport import Transport
 
 T = TypeVar("T")
+Ranks: TypeAlias = tuple[int, ...]
 Combine: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
-"""Makes of what all ranks contribute, in rank order, what each of them gets."""
+"""Makes of what all ranks of a group contribute, in rank order, what each of them gets."""
 
 
 class LocalGroupError(RuntimeError):
@@ -37,9 +40,10 @@ class LocalGroupError(RuntimeError):
 
 @dataclass
 class _Collective:
-    """One collective of all ranks."""
+    """One collective of some ranks."""
 
     name: str
+    ranks: Ranks
     contributions: dict[int, Any] = field(default_factory=dict)
     results: Sequence[Any] | None = None
 
@@ -48,8 +52,8 @@ class _Collective:
 class _Member:
     """Where one rank is."""
 
-    started: int = 0
-    """Collectives that it has started."""
+    started: Counter[Ranks] = field(default_factory=Counter)
+    """How many collectives it has started, of each group of ranks."""
     waits_for: _Collective | None = None
     ended: bool = False
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -68,9 +72,10 @@ class LocalGroup:
 
     Args:
         size: number of ranks.
+        topology: which of them share a virtual node; None gives each a node of its own.
 
     Raises:
-        ValueError: ``size`` is not positive.
+        ValueError: ``size`` is not positive, or the topology is of another number of ranks.
 
     Example:
         >>> def work(rank):
@@ -79,11 +84,15 @@ class LocalGroup:
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, topology: Topology | None = None) -> None:
         if size < 1:
             raise ValueError(f"a group has at least one rank, got {size}")
         self.size = size
-        self._open: dict[int, _Collective] = {}
+        self.topology = topology or Topology.flat(size)
+        if self.topology.size != size:
+            raise ValueError(f"a topology of {self.topology.size} ranks for a group of {size}")
+        self._everyone: Ranks = tuple(range(size))
+        self._open: dict[tuple[Ranks, int], _Collective] = {}
         self._members: list[_Member] = []
         self._failed: LocalGroupError | None = None
 
@@ -131,20 +140,22 @@ class LocalGroup:
 
     # --- collectives ------------------------------------------------------------------------------
 
-    def start(self, rank: int, name: str, contribution: Any, combine: Combine) -> _Collective:
-        """Take part in the next collective; the last rank to do so makes its results."""
-        member = self._members[rank]
-        number = member.started
-        collective = self._open.setdefault(number, _Collective(name))
-        member.started += 1
+    def start(
+        self, rank: int, name: str, contribution: Any, combine: Combine, ranks: Ranks | None = None
+    ) -> _Collective:
+        """Take part in the next collective of some ranks, or of all; the last makes its results."""
+        member, ranks = self._members[rank], ranks or self._everyone
+        number = ranks, member.started[ranks]
+        collective = self._open.setdefault(number, _Collective(name, ranks))
+        member.started[ranks] += 1
         if collective.name != name:
             raise LocalGroupError(
                 f"rank {rank} starts {name!r} where others have started {collective.name!r}: all ranks "
                 "must start the same collectives in the same order"
             )
         collective.contributions[rank] = contribution
-        if len(collective.contributions) == self.size:
-            given = [collective.contributions[each] for each in range(self.size)]
+        if len(collective.contributions) == len(ranks):
+            given = [collective.contributions[each] for each in ranks]
             collective.results = combine(given)
             collective.contributions.clear()
             del self._open[number]  # who waits for it holds it
@@ -160,7 +171,7 @@ class LocalGroup:
             self._pass_on(rank)
             member.turn.acquire()
         member.waits_for = None
-        return collective.results[rank]
+        return collective.results[collective.ranks.index(rank)]
 
     def _pass_on(self, rank: int) -> None:
         """Let the next rank run that can; where none can, all fail."""
@@ -221,9 +232,11 @@ class LocalRank:
         """What planners tell each other."""
         return LocalChannel(self, name)
 
-    def start(self, name: str, contribution: Any, combine: Combine) -> Callable[[], Any]:
-        """Take part in a collective; the result waits for it."""
-        collective = self.group.start(self.rank, name, contribution, combine)
+    def start(
+        self, name: str, contribution: Any, combine: Combine, ranks: Ranks | None = None
+    ) -> Callable[[], Any]:
+        """Take part in a collective of some ranks, or of all; the result waits for it."""
+        collective = self.group.start(self.rank, name, contribution, combine, ranks)
         return lambda: self.group.wait(self.rank, collective)
 
 
@@ -231,7 +244,8 @@ class LocalTransport(Transport):
     """See :class:`~hvd_adaptive.comm.transport.Transport`; nothing leaves the process."""
 
     def __init__(self, rank: LocalRank, op: int, gradient_predivide_factor: float = 1.0) -> None:
-        super().__init__(op, hvd.global_process_set, gradient_predivide_factor)
+        topology = rank.group.topology
+        super().__init__(op, hvd.global_process_set, gradient_predivide_factor, topology)
         self._rank = rank
 
     @property
@@ -264,7 +278,7 @@ class LocalTransport(Transport):
             "sparse": self._sparse,
         }[request.operation]
         contribution = request.tensor if request.splits is None else request
-        return self._rank.start(name, contribution, combine)
+        return self._rank.start(name, contribution, combine, self.members(request.group))
 
     def _allreduce(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Into all tensors, in their own dtype."""

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
+Group: TypeAlias = Literal["all", "node", "peers"]
+"""Who takes part: all ranks, those of this rank's node, or one of each node
+(:class:`~hvd_adaptive.comm.topology.Topology`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,13 @@ class Request:
             differ between ranks), ``alltoall`` or ``sparse`` (a sparse tensor).
         tensor: this rank's contribution, contiguous.
         splits: of an alltoall, how many elements go to each rank; None sends equal slices.
+        group: who takes part; no allreduce and nothing sparse in other groups than all ranks.
     """
 
     operation: Operation
     tensor: Tensor
     splits: tuple[int, ...] | None = None
+    group: Group = "all"
 
 
 def operation_bytes(operation: Operation, sent: float, received: float, ranks: int) -> float:

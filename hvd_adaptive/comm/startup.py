@@ -13,11 +13,14 @@ from typing import Any
 
 import horovod.torch as hvd
 
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.node_groups import node_groups
+
 # A tenth of a core where computing takes all of it: what sends is late, but never starves.
 NICENESS = 10
 
 
-def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
+def init(*args: Any, niceness: int = NICENESS, hierarchical: bool = False, **kwargs: Any) -> None:
     """Start Horovod as ``hvd.init()`` does, its own thread at a lower priority.
 
     MPI waits by polling. Horovod's thread, which waits for the other ranks in this way,
@@ -34,10 +37,16 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
         niceness: how much is added to the thread's nice value, 0 to 19; 0 is ``hvd.init()``. Other
             processes that keep the cores busy, such as data loaders, go before communication, too;
             with one a core, steps were still no longer than with ``hvd.init()``.
+        hierarchical: make the process sets that ``scheme="hierarchical"`` needs: one for the ranks of
+            each node, and one for the ranks that have the same position on all nodes. Horovod's thread
+            then asks in each of its cycles whether sets were added. Nodes are told apart by the names
+            of their hosts, or by the environment variable ``HVA_NODE`` where it is set. Not in elastic
+            runs.
         kwargs: of ``hvd.init()``.
 
     Raises:
-        ValueError: ``niceness`` is out of range, or as from ``hvd.init()``.
+        ValueError: ``niceness`` is out of range, process sets cannot be made, or as from
+            ``hvd.init()``.
         TypeError: ``niceness`` is not an integer, or another argument is of the wrong type.
 
     Warns:
@@ -56,6 +65,8 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
     given = {**dict(zip(("comm", "process_sets"), args, strict=False)), **kwargs}
     _check_comm(given.get("comm"))
     _check_process_sets(given.get("process_sets"))
+    if hierarchical and not hvd.is_initialized():
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # beside a list of process sets as well
     if hvd.is_initialized():
         warnings.warn(
             "Horovod has started already, so its thread keeps its priority: call hvd_adaptive.init() "
@@ -69,6 +80,8 @@ def init(*args: Any, niceness: int = NICENESS, **kwargs: Any) -> None:
         # A thread inherits the priority of the one that starts it, and nobody may raise it again.
         with ThreadPoolExecutor(1, initializer=_give_way, initargs=(niceness,)) as pool:
             pool.submit(hvd.init, *args, **kwargs).result()
+    if hierarchical and os.environ.get("HOROVOD_ELASTIC") != "1":
+        node_groups(Control("hva.init.nodes"))
 
 
 def _check_comm(comm: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -14,7 +14,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from hvd_adaptive.comm.link_costs import LinkCosts, measure_link
-from hvd_adaptive.comm.request import Request, nbytes_of, operation_bytes
+from hvd_adaptive.comm.request import Group, Request, nbytes_of, operation_bytes
+from hvd_adaptive.comm.topology import Topology
 
 Handle: TypeAlias = int | Callable[[], Tensor]
 
@@ -75,6 +76,8 @@ class Transport:
         op: ``hvd.Average`` or ``hvd.Sum``.
         process_set: Horovod process set; this rank must be in it.
         gradient_predivide_factor: splits the averaging before and after the sum of an allreduce.
+        topology: the nodes of the ranks; None where every rank is one of its own.
+        groups: the process sets of this rank's node and of its peers, where ``topology`` is layered.
     """
 
     def __init__(
@@ -82,8 +85,12 @@ class Transport:
         op: int,
         process_set: hvd.ProcessSet,
         gradient_predivide_factor: float = 1.0,
+        topology: Topology | None = None,
+        groups: Mapping[Group, hvd.ProcessSet] | None = None,
     ) -> None:
         self._op = op
+        self._topology = topology
+        self._groups: dict[Group, hvd.ProcessSet] = {"all": process_set, **(groups or {})}
         self._process_set = process_set
         self._prescale = 1.0 / gradient_predivide_factor if op == hvd.Average else 1.0
         self._postscale = gradient_predivide_factor if op == hvd.Average else 1.0
@@ -97,6 +104,21 @@ class Transport:
     def rank(self) -> int:
         """Of this process, among those of the process set."""
         return int(self._process_set.rank())
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes of the ranks."""
+        return self._topology or Topology.flat(self.size)
+
+    def members(self, group: Group) -> tuple[int, ...]:
+        """The ranks of a group, in the order in which it counts them."""
+        match group:
+            case "all":
+                return tuple(range(self.size))
+            case "node":
+                return self.topology.neighbors(self.rank)
+            case "peers":
+                return self.topology.peers(self.rank)
 
     @property
     def averages(self) -> bool:
@@ -127,7 +149,7 @@ class Transport:
             return self._start(request, name, step)
 
     def _start(self, request: Request, name: str, step: int) -> Handle:
-        tensor, common = request.tensor, {"name": name, "process_set": self._process_set}
+        tensor, common = request.tensor, {"name": name, "process_set": self._groups[request.group]}
         handle: Handle
         match request.operation:
             case "allreduce":
@@ -167,14 +189,17 @@ class Transport:
     def traffic(self, request: Request, received: int) -> int:
         """Bytes that this rank puts on its link for an operation, in one direction.
 
+        What stays in the node counts as well: the caller knows of which group the request is.
+
         Args:
             request: the operation.
             received: bytes of its result.
         """
-        sent = nbytes_of(request.tensor)
+        sent, members = nbytes_of(request.tensor), self.members(request.group)
         if request.splits is not None:
-            return sent - request.splits[self.rank] * request.tensor.element_size()
-        return int(operation_bytes(request.operation, sent, received, self.size))
+            own = request.splits[members.index(self.rank)]
+            return sent - own * request.tensor.element_size()
+        return int(operation_bytes(request.operation, sent, received, len(members)))
 
 
 def _uncached(tensor: Tensor, step: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.buckets import Bucket
-from hvd_adaptive.collectives import scheme_named
+from hvd_adaptive.collectives import reduces_in_nodes, scheme_named
 from hvd_adaptive.collectives.base import BucketIO, Buffers, Steps
 from hvd_adaptive.comm.request import Request, nbytes_of
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Transport
@@ -62,6 +62,7 @@ class Exchange:
         self._inflight: deque[_InFlight] = deque()
         self._feedback: Mapping[int, FeedbackState] = {}
         self._buffers: dict[int, Buffers] = {}
+        self._in_nodes = False
         self._loaded_shards: dict[str, Any] = {}
         self._names: dict[int, str] = {}
 
@@ -82,12 +83,18 @@ class Exchange:
             raise RuntimeError("buckets cannot be changed while their collectives are under way")
         self._feedback = feedback
         self._buffers = {bucket.index: Buffers(bucket, per_rank_levels) for bucket in buckets}
+        self._in_nodes = any(reduces_in_nodes(bucket.scheme) for bucket in buckets)
         self._names = {bucket.index: bucket.layers[0].name for bucket in buckets}
         for index, name in self._names.items():
             if name in self._loaded_shards:
                 self._buffers[index].load_shards(self._loaded_shards[name])
         self._loaded_shards = {}
         self.codec_states.add_for(part.compressor for each in buckets for part in each.segments)
+
+    @property
+    def reduces_in_nodes(self) -> bool:
+        """Whether some operations are among a node's ranks alone."""
+        return self._in_nodes and self.transport.topology.is_layered
 
     def shards_dict(self) -> dict[str, Any]:
         """How buckets are shared out among owners, by their first layer; the same on all ranks."""
@@ -129,11 +136,13 @@ class Exchange:
             self.codec_states.by_key,
             self.step,
             self.transport.size,
+            self.transport.rank,
             self.rank,
             self.transport.scale,
             self.transport.share,
             self.seed,
             observe_energy,
+            self.transport.topology,
         )
 
     def finish(self) -> None:
@@ -148,10 +157,11 @@ class Exchange:
         Ranks may so launch in different orders; Horovod finds operations by their names, and runs all
         of them in the order in which its first rank has heard of them from all.
         """
+        topology = self.transport.topology
         waiting = [
             each
             for each in self._inflight
-            if each.round + 1 < scheme_named(each.bucket.scheme).shots
+            if each.round + 1 < scheme_named(each.bucket.scheme).shots_on(topology)
             and self.transport.has_ended(each.handle)
         ]
         for each in waiting:
@@ -168,7 +178,8 @@ class Exchange:
             more = ended.steps.send(reply)
         except StopIteration:
             more = None
-        traffic = self.transport.traffic(ended.request, nbytes_of(reply))
+        carried = self.transport.traffic(ended.request, nbytes_of(reply))
+        traffic, node = (0, carried) if ended.request.group == "node" else (carried, 0)
         index, exposed = ended.bucket.index, done - waiting
         self.timings.append(
             CollectiveTiming(index, traffic, ended.launched, done, exposed, ended.round)
@@ -179,13 +190,15 @@ class Exchange:
             communicate=done - ended.launched,
             decompress=perf_counter() - done,
             traffic=traffic,
+            node=node,
         )
         if more is not None:
             self._submit(ended.bucket, ended.steps, more, ended.round + 1)
 
     def drain(self) -> None:
         """Complete what is under way, refused or not, where a rank has joined; drop the results."""
-        handles = [each.handle for each in self._inflight]
+        # among the ranks of a node without the one that has joined, an operation never ends
+        handles = [each.handle for each in self._inflight if each.request.group == "all"]
         self._inflight.clear()
         for handle in handles:
             with suppress(JoinedRankError):
@@ -204,5 +217,6 @@ class Exchange:
         launched = perf_counter()  # before: it may go ahead at once
         name = f"{self.prefix}.{bucket.index}.{round_}"
         handle = self.transport.submit(request, name, self.step)
-        self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
+        if request.group != "node":  # what stays there is dense, and not what compression is for
+            self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
         self._inflight.append(_InFlight(bucket, steps, request, handle, round_, launched))

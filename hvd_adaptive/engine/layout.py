@@ -189,8 +189,9 @@ class Layout:
             if layer.name not in planned and bucket.kind is not PayloadKind.SPARSE
         ]
         rows = make_plan(others, routes, version=0, step=0)
+        per_node = self._exchange.transport.topology.ranks_per_node
         bytes_of_others = sum(
-            planned_link_bytes(row.wire_bytes, row.scheme, self._control.size) for row in rows
+            planned_link_bytes(row.wire_bytes, row.scheme, self._control.size, per_node) for row in rows
         )
         self.controller.attach(mine, places, bytes_of_others, idle)
 

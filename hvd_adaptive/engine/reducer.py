@@ -191,6 +191,8 @@ class Reducer:
             self._feedback.observe_all(self._layout.buckets or (), self._gradients.dense)
         for bucket in self._layout.launches.remaining():
             self._launch(bucket)
+        if self._exchange.reduces_in_nodes:
+            self._require_all_ranks()  # Horovod refuses nothing in a group without the rank that joined
         self._exchange.finish()
 
     def _decide_before_launch(self, buckets: Sequence[Bucket]) -> None:

@@ -13,6 +13,7 @@ from hvd_adaptive import planning
 from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
+from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, ReducerOptions, Spec
 from hvd_adaptive.engine.exchange import Exchange
@@ -43,6 +44,7 @@ class VirtualRanks:
         dense_steps: dense steps at the start.
         op: ``hvd.Average`` or ``hvd.Sum``.
         seed: of random rounding and selection.
+        ranks_per_node: how many ranks, one after the other, share a virtual node.
 
     Raises:
         ValueError: an argument is out of range, or a name is unknown.
@@ -72,9 +74,10 @@ class VirtualRanks:
         op: int = hvd.Average,
         seed: int = 0,
         param_groups: Callable[[], list[dict[str, Any]]] = list,
+        ranks_per_node: int = 1,
     ) -> None:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
-        self.group = LocalGroup(size)
+        self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node))
         self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
         choice = CompressionConfig.of(compression, overrides, feedback, scheme)
         options = ReducerOptions(
@@ -98,6 +101,7 @@ class VirtualRanks:
                     rank.size,
                     options.candidates,
                     exchange.codec_states.by_key,
+                    exchange.transport.topology.ranks_per_node,
                 )
             control = rank.control("local.control")
             reducer = Reducer(own, choice, options, control, exchange, controller=controller)

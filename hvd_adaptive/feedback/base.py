@@ -14,6 +14,7 @@ One step of a bucket calls, in this order:
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ class FeedbackState(ABC):
     """
 
     slots: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+    shared: ClassVar[tuple[str, ...]] = ()
+    """The slots that all ranks hold alike; of the others only the sum over the ranks counts."""
     needs_gradient_after_commit: ClassVar[bool] = False
     """Whether :meth:`commit`, or :meth:`restore` of what was not committed, looks at the gradients."""
 
@@ -107,6 +110,7 @@ class FeedbackState(ABC):
         self._flats: dict[tuple[str, int], Tensor] = {}
         self._buckets: tuple[Bucket, ...] = ()
         self._owned = OwnedResiduals()
+        self._parts: dict[int, FeedbackState] = {}
 
     def attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
         """Make buffers for ``buckets``; take from ``kept`` what belongs in them.
@@ -117,6 +121,7 @@ class FeedbackState(ABC):
         places = {bucket.layers: bucket.index for bucket in self._buckets}
         before = self._flats
         self._buckets = tuple(buckets)
+        self._parts.clear()
         self._flats = {
             (slot, bucket.index): flat
             for bucket in buckets
@@ -156,6 +161,27 @@ class FeedbackState(ABC):
     def views(self, slot: str, bucket: Bucket) -> list[Tensor]:
         """The layers in one of the bucket's buffers."""
         return split(self._flats[slot, bucket.index], bucket.layers)
+
+    # --- of the part that this rank compresses for its node ---------------------------------------
+
+    def part(self, bucket: Bucket, part: Bucket, start: int) -> FeedbackState:
+        """What is kept of the elements of ``part`` alone, which begin at ``start`` of the bucket.
+
+        The memory is that of the whole bucket.
+        """
+        state = self._parts.get(bucket.index)
+        if state is None or state._buckets != (part,):
+            state = self._parts[bucket.index] = copy.copy(self)
+            state._buckets = (part,)
+            state._flats = {
+                (slot, part.index): self._flats[slot, bucket.index][start : start + part.numel]
+                for slot in self.slots
+            }
+        return state
+
+    def gathered_slots(self, bucket: Bucket) -> list[Tensor]:
+        """The flat buffers of the bucket of which only the sum over the ranks counts."""
+        return [self._flats[slot, bucket.index] for slot in self.slots if slot not in self.shared]
 
     # --- of the shard that this rank owns ---------------------------------------------------------
 

@@ -36,6 +36,7 @@ class _Estimates(FeedbackState):
     """``-h`` in the place of a residual: with the gradient added it is what is to be compressed."""
 
     slots = ("estimate", "mean")
+    shared = ("mean",)
     needs_gradient_after_commit = True
 
     def begin(

@@ -29,8 +29,8 @@ __all__ = ["Meter"]
 
 # Columns of a bucket's row of sums. Plain integers: an enum's lookup would cost more than the sum.
 _COMPRESS, _COMMUNICATE, _EXPOSED, _DECOMPRESS = 0, 1, 2, 3
-_PAYLOAD, _TRAFFIC, _DENSE, _ENERGY, _SENT = 4, 5, 6, 7, 8
-_COLUMNS: Final = 9
+_PAYLOAD, _TRAFFIC, _DENSE, _ENERGY, _SENT, _NODE = 4, 5, 6, 7, 8, 9
+_COLUMNS: Final = 10
 
 # Complete steps that the summary leaves out: kernels compile and buffers are allocated in them.
 _WARMUP_STEPS: Final = 5
@@ -157,6 +157,7 @@ class Meter:
         decompress: float = 0.0,
         payload: int = 0,
         traffic: int = 0,
+        node: int = 0,
         dense: int = 0,
         energy: float = 0.0,
         sent: float = 0.0,
@@ -169,8 +170,9 @@ class Meter:
             communicate: seconds from launch to completion of its collectives, overlapped or not.
             exposed: seconds of exposed communication: those for which the training thread waited.
             decompress: seconds in decompression.
-            payload: bytes that this rank handed to the collectives.
-            traffic: bytes that this rank sent or received for them.
+            payload: bytes that this rank handed to the collectives that leave its node.
+            traffic: bytes that this rank sent or received for them, to and from any rank.
+            node: the same of collectives among the ranks of a node, which are in no `traffic`.
             dense: bytes of the bucket's gradients without compression.
             energy: squared L2 norm before compression.
             sent: squared L2 norm of what was transmitted.
@@ -179,7 +181,7 @@ class Meter:
             row = self._rows[index]
         except IndexError:
             row = self._grow(index)
-        # A test is cheaper than a sum and a store, and most calls give two or three of the nine.
+        # A test is cheaper than a sum and a store, and most calls give two or three of the ten.
         if compress:
             row[_COMPRESS] += compress
         if communicate:
@@ -192,6 +194,8 @@ class Meter:
             row[_PAYLOAD] += payload
         if traffic:
             row[_TRAFFIC] += traffic
+        if node:
+            row[_NODE] += node
         if dense:
             row[_DENSE] += dense
         if energy:
@@ -267,6 +271,7 @@ class Meter:
             ratio_payload=_ratio(sums[_DENSE], sums[_PAYLOAD]),
             ratio_traffic=_ratio(self._dense_traffic * sums[_DENSE], sums[_TRAFFIC]),
             gain=_ratio(sums[_SENT], sums[_ENERGY]),
+            node_bytes=mean[_NODE],
         )
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ class Summary:
 
     `compute` is what remains of `total` without `compress`, `communicate` and `decompress`;
     `communicate` is the exposed communication, so the four add up to `total`.
-    `gain` is the share of the gradients' energy that was sent.
+    `gain` is the share of the gradients' energy that was sent. `node_bytes` stay inside a node, and are
+    no part of `traffic_bytes`.
     """
 
     steps: float
@@ -34,6 +35,7 @@ class Summary:
     ratio_payload: float
     ratio_traffic: float
     gain: float
+    node_bytes: float = 0.0
 
     def table(self) -> str:
         """The summary as aligned lines of text."""
@@ -47,6 +49,8 @@ class Summary:
         for name in ("payload", "traffic", "dense"):
             count = getattr(self, f"{name}_bytes")
             lines.append((f"{name} per step", _number(count, "{:,.0f} bytes")))
+        if self.node_bytes > 0:
+            lines.append(("traffic inside the node per step", f"{self.node_bytes:,.0f} bytes"))
         lines.append(("compression ratio of the payload", _number(self.ratio_payload, "{:,.2f}")))
         lines.append(("compression ratio of the traffic", _number(self.ratio_traffic, "{:,.2f}")))
         lines.append(("gain", _number(self.gain, "{:.4f}")))

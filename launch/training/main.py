@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import hvd_adaptive as hva
+from hvd_adaptive.collectives import reduces_in_nodes
 from hvd_adaptive.telemetry import Meter
 
 from . import data, models, result
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse(arguments)
     # One process may train several times.
     if not hvd.is_initialized():
-        hva.init(niceness=options.niceness)
+        hva.init(niceness=options.niceness, hierarchical=reduces_in_nodes(options.scheme))
     vote = StopVote()
     try:
         return run(options, vote)

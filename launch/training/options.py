@@ -285,7 +285,8 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
         + " (the compressor's own choice)")  # fmt: skip
     add("--scheme", type=collective_scheme, default=DEFAULT_SCHEME, metavar="SCHEME",
         help="how encoded payloads meet: allgather; two_shot, whose traffic does not grow with the"
-        " ranks; or auto, the faster one for each bucket (%(default)s)")  # fmt: skip
+        " ranks; hierarchical, which adds on each host first; or auto, the faster of the first two for"
+        " each bucket (%(default)s)")  # fmt: skip
     add("--planner", type=planner, metavar="PLANNER",
         help="what chooses each layer's level during training, such as lgreco:period=200; there are "
         + ", ".join(planners.REGISTRY) + " (none)")  # fmt: skip

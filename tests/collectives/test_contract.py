@@ -13,8 +13,10 @@ hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 from hvd_adaptive.buckets import Bucket, build_buckets  # noqa: E402
 from hvd_adaptive.collectives import SCHEMES, scheme_named  # noqa: E402
+from hvd_adaptive.collectives.shards import GRAIN  # noqa: E402
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
 from hvd_adaptive.comm.request import Request  # noqa: E402
+from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.config import CompressionConfig  # noqa: E402
 from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
 from hvd_adaptive.engine.routing import routes_of  # noqa: E402
@@ -22,7 +24,16 @@ from hvd_adaptive.feedback import FeedbackContext, parse  # noqa: E402
 from hvd_adaptive.layers import Layer, PayloadKind  # noqa: E402
 from hvd_adaptive.telemetry import Meter  # noqa: E402
 
-SIZES = (1, 2, 3, 4, 7, 16, 64)
+FLAT = {str(size): Topology.flat(size) for size in (1, 2, 3, 4, 7, 16, 64)}
+LAYERED = {
+    "2x2": Topology.of_nodes(4, 2),
+    "2x4": Topology.of_nodes(8, 4),
+    "3x2": Topology.of_nodes(6, 2),
+    "4x4": Topology.of_nodes(16, 4),
+    "2x2 in turns": Topology(("a", "b", "b", "a")),
+    "uneven": Topology(("a", "a", "b", "c", "c")),
+}
+GROUPS = FLAT | LAYERED
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,16 @@ MEMBERS = {
     "two_shot of quantized": Member("two_shot", "qsgd:bits=4", None, exact=True),
     "two_shot of a model": Member("two_shot", "globaltopk:density=0.1,values=fp32", None, exact=True),
     "two_shot, other level": Member("two_shot:level=0.02", "topk:density=0.1,values=fp32", None, True),
+    "hierarchical": Member("hierarchical", "topk:density=0.1,values=fp32", None, exact=True),
+    "hierarchical of quantized": Member("hierarchical:level=8", "qsgd:bits=4", None, exact=True),
+    "hierarchical of a model": Member(
+        "hierarchical", "globaltopk:density=0.1,values=fp32", None, exact=True
+    ),
     "sparse": Member("sparse", None, None, exact=True),
 }
+CASES = [(name, group) for name in MEMBERS for group in FLAT] + [
+    (name, group) for name in MEMBERS if name.startswith("hierarchical") for group in LAYERED
+]
 
 
 def test_every_scheme_has_a_row() -> None:
@@ -66,22 +85,27 @@ def test_every_kind_of_payload_is_carried() -> None:
 
 
 class Recorder(LocalTransport):
-    """Notes every operation, and the bytes that it puts on this rank's link."""
+    """Notes every operation, and the bytes that it puts on this rank's link and inside its node."""
 
     def __init__(self, rank: LocalRank) -> None:
         super().__init__(rank, hvd.Average)
         self.operations: list[str] = []
         self.payloads: list[int] = []
-        self.sent = 0.0
+        self.sent = self.inside = 0.0
 
     def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
         self.operations.append(f"{request.operation} {name}")
-        self.payloads.append(_nbytes(request.tensor))
+        if request.group != "node":
+            self.payloads.append(_nbytes(request.tensor))
         finish = super().submit(request, name, step)
 
         def wait() -> Tensor:
             result = finish()
-            self.sent += self.traffic(request, _nbytes(result))
+            nbytes = self.traffic(request, _nbytes(result))
+            if request.group == "node":
+                self.inside += nbytes
+            else:
+                self.sent += nbytes
             return result
 
         return wait
@@ -124,9 +148,10 @@ class Outcome:
 
 
 def run(
-    name: str, size: int, spoil: Callable[[int, list[Tensor]], None] | None = None
+    name: str, group: str, spoil: Callable[[int, list[Tensor]], None] | None = None
 ) -> list[Outcome]:
-    member = MEMBERS[name]
+    member, topology = MEMBERS[name], GROUPS[group]
+    size = topology.size
     (bucket,) = buckets_of(member)
     assert bucket.scheme == member.scheme
 
@@ -148,14 +173,14 @@ def run(
         kept = [held for slots in state.kept().values() for held in slots.values()]
         return Outcome(transport, grads, kept)
 
-    return LocalGroup(size).run(step)
+    return LocalGroup(size, topology).run(step)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", MEMBERS)
-def test_every_rank_gets_the_mean_of_what_was_sent(name: str, size: int) -> None:
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_every_rank_gets_the_mean_of_what_was_sent(name: str, group: str) -> None:
     member = MEMBERS[name]
-    outcomes = run(name, size)
+    outcomes = run(name, group)
+    size = len(outcomes)
     for position in range(len(outcomes[0].grads)):
         results = [outcome.grads[position].to_dense() for outcome in outcomes]
         assert all(torch.equal(result, results[0]) for result in results)
@@ -169,11 +194,11 @@ def test_every_rank_gets_the_mean_of_what_was_sent(name: str, size: int) -> None
         torch.testing.assert_close(results[0].double(), sent / size, rtol=0.0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", MEMBERS)
-def test_the_bytes_of_a_link_are_those_that_are_counted(name: str, size: int) -> None:
-    member = MEMBERS[name]
-    outcomes = run(name, size)
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_the_bytes_of_a_link_are_those_that_are_counted(name: str, group: str) -> None:
+    member, per_node = MEMBERS[name], GROUPS[group].ranks_per_node
+    outcomes = run(name, group)
+    size = len(outcomes)
     payloads = [outcome.transport.payloads[0] for outcome in outcomes]
     if member.payload_bytes is not None:
         # slices of one size may need a little padding
@@ -183,25 +208,37 @@ def test_the_bytes_of_a_link_are_those_that_are_counted(name: str, size: int) ->
         # by rank, and by shot, payloads differ in size: their means do what the formula says
         gathered = sum(outcome.transport.payloads[1] for outcome in outcomes)
         sent = sum(outcome.transport.sent for outcome in outcomes) / size
-        assert sent == pytest.approx(scheme.link_bytes((mean + gathered) / 2, size), rel=0.05)
+        # a rank compresses its node's share
+        payload = (per_node * mean + gathered) / 2
+        assert sent == pytest.approx(scheme.link_bytes(payload, size, per_node), rel=0.05)
+        # residuals at the first step, gradients, and sums, all dense; chunks of one size need padding
+        dense = 3 * 4 * NUMEL * (per_node - 1) / per_node
+        most = dense + (per_node - 1) * (3 * 4 * GRAIN + 32)
+        assert all(dense <= outcome.transport.inside <= most for outcome in outcomes)
         return
     # payloads differ in size by rank; what a link carries then is what it would of their mean
     for outcome in outcomes:
         assert outcome.transport.sent == pytest.approx(scheme.link_bytes(mean, size), abs=2.0, rel=1e-9)
 
 
-@pytest.mark.parametrize("size", [2, 3, 16])
-@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if member.spec])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        (name, group)
+        for name, group in CASES
+        if MEMBERS[name].spec and (group in LAYERED or group in ("2", "3", "16"))
+    ],
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
 def test_all_ranks_launch_the_same_operations_whatever_gradients_hold(
-    name: str, size: int, bad: float
+    name: str, group: str, bad: float
 ) -> None:
     def spoil(rank: int, grads: list[Tensor]) -> None:
-        if rank == size - 1:
+        if rank == GROUPS[group].size - 1:
             grads[0].fill_(bad)
 
-    outcomes = run(name, size, spoil)
-    usual = run(name, size)
+    outcomes = run(name, group, spoil)
+    usual = run(name, group)
     for outcome in outcomes:
         assert outcome.transport.operations == usual[0].transport.operations
         assert bool(outcome.grads[0].isfinite().all()) == (bad == 0.0)

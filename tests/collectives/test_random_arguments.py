@@ -15,6 +15,7 @@ from hvd_adaptive import rng  # noqa: E402
 from hvd_adaptive.buckets import Bucket, build_buckets  # noqa: E402
 from hvd_adaptive.collectives.base import BucketIO, Buffers, RandomArguments  # noqa: E402
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
+from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.config import CompressionConfig  # noqa: E402
 from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
 from hvd_adaptive.engine.routing import routes_of  # noqa: E402
@@ -35,8 +36,9 @@ def arguments(spec: str, rank: int, ranks: int, step: int = 3) -> RandomArgument
     bucket: Any = bucket_of(spec)
     nothing: Any = None
     io = BucketIO(
-        *(nothing, Buffers(bucket), {}, step, ranks, rank, 1 / ranks, torch.clone, 11),
+        *(nothing, Buffers(bucket), {}, step, ranks, rank, rank, 1 / ranks, torch.clone, 11),
         observe_energy=lambda energy, sent: None,
+        topology=Topology.flat(ranks),
     )
     return io.random_arguments(bucket, bucket.segments[0])
 
