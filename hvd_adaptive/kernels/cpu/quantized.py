@@ -483,7 +483,7 @@ def _add_coded(
     decoders = {bits: Decoder(code, data.size) for bits, code in codes.items()}
     address, factor, numbers = body.data_ptr(), np.float32(scale), _numbers_of(rule)
     work = _work.arrays(rule.block)
-    for layer in layers_of(data, start, numels, rule, tables, codes):
+    for layer in [*layers_of(data, start, numels, rule, tables, codes)]:
         out, bits = outs[layer.index].data_ptr(), layer.bits
         if layer.stream:
             decoder = decoders[bits]

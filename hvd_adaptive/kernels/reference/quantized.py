@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_outs, check_spectrum
 from hvd_adaptive.kernels.floats import INF, MAGNITUDE
-from hvd_adaptive.kernels.huffman import Code
+from hvd_adaptive.kernels.huffman import Code, ReceivedLayer, layers_of
 from hvd_adaptive.kernels.quantization import (
     LARGEST_BF16,
     LARGEST_NORM,
@@ -26,6 +26,7 @@ from hvd_adaptive.kernels.quantization import (
 from hvd_adaptive.kernels.reference import entropy
 from hvd_adaptive.kernels.reference.packing import in_rows, pack, unpack
 from hvd_adaptive.rng import mix
+from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire.quantized import (
     LEVELS,
     MAX_BITS,
@@ -280,6 +281,28 @@ def _decode_layer(
     return decoded.view(-1)[:numel], end
 
 
+def _decode_stream(
+    body: Tensor,
+    layer: ReceivedLayer,
+    rule: QuantizationRule,
+    tables: Tables,
+    codes: Mapping[int, Code],
+) -> Tensor | None:
+    """The values of a layer that is Huffman-coded; its norms are looked at first."""
+    first = layer.start + 1
+    norms = body[first : first + rule.norm_bytes(layer.numel)].clone().view(torch.float32)
+    bad = (norms.view(torch.int32) < 0) | ~norms.isfinite()
+    if bool(bad.any()):
+        raise _FoundError(Damage.norm, first + 4 * int(bad.nonzero()[0]))
+    alone = body[layer.start : layer.end].cpu()
+    try:
+        packed = entropy.decode(alone, 0, [layer.numel], rule, tables, codes)
+    except WireError:
+        raise _FoundError(Damage.stream, layer.stream) from None
+    decoded, _ = _decode_layer(packed.to(body.device), 0, layer.numel, rule, tables)
+    return decoded
+
+
 def decompress_add_(
     body: Tensor,
     start: int,
@@ -291,14 +314,17 @@ def decompress_add_(
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_add_`."""
     numels = check_outs(body, outs)
-    if codes:
-        body = entropy.decode(body.cpu(), start, numels, rule, tables, codes).to(body.device)
-        start = 0
+    coded = [*layers_of(body.cpu().numpy(), start, numels, rule, tables, codes)] if codes else []
     marks = np.zeros(len(outs), np.uint8)
     layer, position = 0, start
     try:
         for layer, out in enumerate(outs):
-            decoded, position = _decode_layer(body, position, numels[layer], rule, tables)
+            if coded and coded[layer].stream:
+                assert codes is not None
+                decoded = _decode_stream(body, coded[layer], rule, tables, codes)
+                position = coded[layer].end
+            else:
+                decoded, position = _decode_layer(body, position, numels[layer], rule, tables)
             if decoded is None:
                 out.fill_(float("nan"))
                 marks[layer] = 1
