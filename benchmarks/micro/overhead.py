@@ -126,7 +126,7 @@ def _compare(times: dict[str, list[float]]) -> dict[str, Any]:
 class LoneTransport(Transport):
     """Answers at once what a process set of one rank would: what remains is our own cost."""
 
-    size = 1
+    size, rank = 1, 0
 
     def __init__(self) -> None:
         super().__init__(hvd.Average, hvd.global_process_set)

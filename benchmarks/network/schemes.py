@@ -32,7 +32,7 @@ RANKS_AT_200 = (2, 4, 8, 12, 16)
 CASES = {f"{ranks} x 200mbit": (ranks, "200mbit") for ranks in RANKS_AT_200} | {
     f"{ranks} x {rate}": (ranks, rate) for rate in ("100mbit", "1gbit") for ranks in (4, 12)
 }
-BLOCKS, STEPS = 3, 6
+BLOCKS, STEPS = 2, 6
 HALF_AT = "12 x 200mbit"
 HALF, NOT_SLOWER, AUTO = 0.5, 1.03, 1.05
 """Targets: of two_shot to stock fp16 at 12 hosts; to the allgather at 4; of auto to the better one."""
