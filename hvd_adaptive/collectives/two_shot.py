@@ -21,7 +21,7 @@ from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Group, Request, operation_bytes
 from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
 from hvd_adaptive.kernels.floats import CANCELLED
-from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire
 
 _LOAD = struct.Struct("<I")
@@ -222,7 +222,7 @@ class _Owned:
         try:
             frames, nonfinite = wire.split_frames(received, bucket.index, len(bucket.layers), ranks)
             self._sum(frames)
-        except WireError as error:
+        except (WireError, TooLargeError) as error:
             return wire.refused(str(error), bucket.index, len(bucket.layers))
         for part in self._parts:
             self._compress(part)

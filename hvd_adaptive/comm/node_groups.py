@@ -59,11 +59,18 @@ def node_groups(control: Control) -> NodeGroups:
     return NodeGroups(topology, {"node": _made[neighbors], "peers": _made[peers]})
 
 
+def remove_node_groups() -> None:
+    """Remove all process sets that were made, whoever uses them; all ranks of Horovod call it."""
+    for process_set in _made.values():
+        hvd.remove_process_set(process_set)
+    _made.clear()
+
+
 def _added(ranks: tuple[int, ...]) -> hvd.ProcessSet:
     try:
         return hvd.add_process_set(hvd.ProcessSet(list(ranks)))
     except ValueError as error:
-        remedy = "remove yours" if "duplicate" in str(error) else REMEDY
+        remedy = "remove yours with hvd.remove_process_set()" if "duplicate" in str(error) else REMEDY
         raise ValueError(
             f"a hierarchical scheme needs a process set of ranks {list(ranks)}, which could not be "
             f"added ({error}): {remedy}"

@@ -21,7 +21,7 @@ from hvd_adaptive.comm.local_group import LocalTransport  # noqa: E402
 from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.engine.reducer import Reducer  # noqa: E402
 from hvd_adaptive.layers import Layer, PayloadKind  # noqa: E402
-from hvd_adaptive.wire import WireError  # noqa: E402
+from hvd_adaptive.wire import WireError, frame  # noqa: E402
 
 SHAPES = {"wide": (96, 128), "tall": (3000, 4), "table": (40, 50), "bias": (64,)}
 TRIALS = 60
@@ -275,6 +275,25 @@ def test_damage_on_the_way_is_told_on_every_rank_or_changes_nothing_but_values(
         found += bool(errors)
     # headers, counts and lengths do not fit then; a value may just be another value
     assert found > TRIALS // 10
+
+
+@pytest.mark.parametrize("limit", [3000, 9000])
+def test_what_is_too_large_is_told_on_every_rank(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    messages: list[str] = []
+    synchronize = Reducer.synchronize
+
+    def told(self: Reducer) -> None:
+        try:
+            synchronize(self)
+        except ValueError as error:
+            messages.append(str(error))
+
+    monkeypatch.setattr(frame, "MAX_GATHERED_BYTES", limit)  # of shards, or of the sums
+    monkeypatch.setattr(Reducer, "synchronize", told)
+    ranks = ranks_of(3, Layers(), "qsgd:bits=4", overrides={"*": "qsgd:bits=4"})
+    ranks.reduce(everyone(3, 0))
+    assert len(messages) == 3
+    assert all("bytes to send for bucket" in message for message in messages), messages
 
 
 # --- EF21 in both directions ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.torch as hvd
@@ -30,6 +31,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mixed schemes": {"compression": SPEC, "scheme": {"wide": "hierarchical", "tall": "two_shot"}},
     "lgreco": {"compression": SPEC, "planner": "lgreco:period=4"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sets_of_their_own() -> Iterator[None]:
+    """Other tests of these ranks make process sets of the same ranks, of which there can be but one."""
+    yield
+    node_groups.remove_node_groups()
 
 
 class Layers(nn.Module):

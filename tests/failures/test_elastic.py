@@ -269,20 +269,25 @@ def test_telemetry_continues_when_rank_0_dies(story: Story, name: str) -> None:
     assert len([step for step in steps if step > story.killed_at]) >= 2 * STEPS, steps
     assert len(list(folder.glob("events.out.tfevents.*"))) == 2
     shown = [record["texts"]["elastic"] for record in records if "elastic" in record.get("texts", {})]
-    assert [re.findall(r"\d+", text)[:3] for text in shown] == [
-        ["0", "0", "2"], ["1", "0", "3"], ["0", "1", "2"], ["0", "1", "1"], ["2", "0", "3"],
-        ["0", "1", "2"],
+    first, *later = [re.findall(r"\d+", text)[:3] for text in shown]
+    assert first == ["0", "0", "2"]
+    # the same ranks may have to begin once more, where Horovod has left something over
+    assert [counts for counts in later if counts[:2] != ["0", "0"]] == [
+        ["1", "0", "3"], ["0", "1", "2"], ["0", "1", "1"], ["2", "0", "3"], ["0", "1", "2"],
     ]  # fmt: skip
 
 
 def test_rank_0_says_once_what_has_changed(story: Story) -> None:
     said = [line for line in story.output.splitlines() if "hvd_adaptive: step" in line]
-    assert len(said) == 6 * len(OPTIONS), said
+    same = [line for line in said if "ranks: 0 joined, 0 left" in line]
+    changed = [line for line in said if line not in same]
+    assert len(same) >= len(OPTIONS), said
+    assert len(changed) == 5 * len(OPTIONS), said
     lost = [line for line in said if "what those that left had not sent yet is lost" in line]
     assert all("0 left" not in line for line in lost)
     assert len(lost) == 3 * (len(EXACT) + len(("ef21", "dgc"))), lost
-    restarted = [line for line in said if "the planner starts again" in line]
-    assert len(restarted) == 6 * len(("accordion", "lgreco")), restarted
+    restarted = [line for line in changed if "the planner starts again" in line]
+    assert len(restarted) == 5 * len(("accordion", "lgreco")), restarted
 
 
 def test_a_rank_that_leaves_ends_alone_and_no_process_is_left(story: Story) -> None:

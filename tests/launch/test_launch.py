@@ -502,7 +502,7 @@ class TestClosedTerminal:
 
 class TestCtrlC:
     @pytest.mark.usefixtures("ready")
-    @pytest.mark.parametrize("library", ["libtorch_cpu", "mpi_lib_v2", "llvmlite"])
+    @pytest.mark.parametrize("library", ["libtorch_cpu", "mpi_lib_v2"])
     def test_during_the_imports_of_train_py_ends_it_without_a_word(
         self, tmp_path: Path, library: str
     ) -> None:
