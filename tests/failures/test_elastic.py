@@ -42,8 +42,8 @@ STEPS = 8
 EXACTLY = 1e-5
 """What rounding may do to weights and estimates in these few steps."""
 
-_WAITS_IN_HOROVOD = r'"MainThread"\n +synchronize \(horovod/torch/mpi_ops\.py'
-"""How a stack begins of a rank that waits for an operation."""
+_WAITS_IN_HOROVOD = r'"MainThread"\n +(synchronize|_\w+_async) \(horovod/torch/mpi_ops\.py'
+"""How a stack begins of a rank that waits for an operation, or for a lock to hand one over."""
 
 Ranks: TypeAlias = dict[int, dict[str, Any]]
 """The last line of each process that lives, by process."""
@@ -67,6 +67,9 @@ class Launch:
         environment = {
             **os.environ,
             **ENVIRONMENT,
+            # With it, Horovod's thread holds a lock that every rank's main thread wants while it waits
+            # for one that has gone: until the others' sockets time out.
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         }
