@@ -98,6 +98,7 @@ def test_planners_go_on_planning_where_the_scheme_is_chosen(monkeypatch: pytest.
     for group in (auto, named):
         for _ in range(12):
             group.reduce([gradients(rank) for rank in range(4)])
+            group.compression_state_dicts()  # waits for the planner
     assert auto.plan.version >= 2
     assert [row.level for row in auto.plan] == [row.level for row in named.plan]
 
