@@ -80,6 +80,19 @@ class Bucket:
         """Number of elements of all layers."""
         return sum(layer.numel for layer in self.layers)
 
+    def wire_bytes(self, segment: Segment, levels: Sequence[Level] | None = None) -> list[int]:
+        """What the compressor of a segment foresees of each of its layers.
+
+        Args:
+            segment: one of the bucket's.
+            levels: in the place of the segment's own.
+        """
+        layers = self.layers[segment.start : segment.stop]
+        return [
+            segment.compressor.wire_bytes(layer.numel, level, shape=layer.shape)
+            for layer, level in zip(layers, levels or segment.levels, strict=True)
+        ]
+
     @property
     def dense_bytes(self) -> int:
         """Bytes that the gradients themselves take."""
@@ -178,12 +191,7 @@ def _gathered_bytes(bucket: Bucket, ranks: int) -> int:
     if bucket.kind is not PayloadKind.ENCODED:
         return 0
     codes = [
-        sum(
-            segment.compressor.wire_bytes(layer.numel, level, shape=layer.shape)
-            for layer, level in zip(
-                bucket.layers[segment.start : segment.stop], segment.levels, strict=True
-            )
-        )
+        sum(bucket.wire_bytes(segment))
         for segment in bucket.segments
         if not segment.compressor.size_varies
     ]

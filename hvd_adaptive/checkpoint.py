@@ -91,6 +91,7 @@ def check_state(state: Any, run: Run | None = None) -> None:
         raise _refused("format", f"is {_shown(state.get('format'))}, expected {STATE_FORMAT}")
     _STATE(state, "")
     _check_routes(state)
+    _check_owners(state)
     codecs = _check_codecs(state)
     _check_controller(state)
     if run is None:
@@ -439,24 +440,6 @@ def _check_routes(state: Mapping[str, Any]) -> None:
             if slot not in _SLOTS:
                 known = ", ".join(sorted(_SLOTS))
                 raise _refused(f"kept[{name!r}]", f"has the slot {slot!r}: there are {known}")
-    for name, found in state["shards"].items():
-        bounds = found["bounds"]
-        if (
-            sorted(bounds) != list(bounds)
-            or len(bounds) != len(found["loads"]) + 1
-            or not found["window"]
-        ):
-            raise _refused(
-                f"shards[{name!r}]", f"has the bounds {_shown(bounds)}, which share nothing out"
-            )
-    for name, pieces in state["owned"].items():
-        ends = [start + piece.numel() for start, piece in pieces]
-        slots = kept.get(name, {})
-        held = slots.get(_slot_for_owned(slots))
-        if held is None or max(ends, default=0) > held.numel():
-            raise _refused(
-                f"owned[{name!r}]", "must be pieces of a layer whose feedback keeps something"
-            )
     for name, (_, rule) in routes.items():
         wanted, dtype = _memory_of(rule)
         found = kept.get(name)
@@ -471,6 +454,28 @@ def _check_routes(state: Mapping[str, Any]) -> None:
                     f"kept[{name!r}][{slot!r}]",
                     f"is of {found[slot].dtype}: its feedback {rule!r} keeps {dtype}",
                 )
+
+
+def _check_owners(state: Mapping[str, Any]) -> None:
+    """Shards share something out, and what is owned belongs to layers that keep something."""
+    for name, found in state["shards"].items():
+        bounds = found["bounds"]
+        if (
+            sorted(bounds) != list(bounds)
+            or len(bounds) != len(found["loads"]) + 1
+            or not found["window"]
+        ):
+            raise _refused(
+                f"shards[{name!r}]", f"has the bounds {_shown(bounds)}, which share nothing out"
+            )
+    for name, pieces in state["owned"].items():
+        ends = [start + piece.numel() for start, piece in pieces]
+        slots = state["kept"].get(name, {})
+        held = slots.get(_slot_for_owned(slots))
+        if held is None or max(ends, default=0) > held.numel():
+            raise _refused(
+                f"owned[{name!r}]", "must be pieces of a layer whose feedback keeps something"
+            )
 
 
 def _check_codecs(state: Mapping[str, Any]) -> dict[str, CodecState]:

@@ -178,8 +178,8 @@ class CompressionConfig:
 
     def _check_levels_of_sums(self) -> None:
         """ValueError if a scheme compresses sums at a level that a compressor does not have."""
-        for _, text in self.schemes:
-            level = getattr(scheme_named(text), "level", 0.0) if text != AUTO else 0.0
+        for text in self.scheme_texts:
+            level = 0.0 if text == AUTO else scheme_named(text).level
             for compressor in self.compressors if level else ():
                 if not isinstance(compressor, GatheredCompressor):
                     continue

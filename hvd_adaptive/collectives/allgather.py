@@ -10,12 +10,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.buckets import Bucket, Segment
-from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
+from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.collectives.base import (
+    BucketIO,
+    EncodedScheme,
+    Steps,
+    as_float32,
+    encoder_of,
+    hand_over,
+)
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request, operation_bytes
-from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
+from hvd_adaptive.compressors.base import ClearsSent, LayerBatch
 from hvd_adaptive.wire import frame as wire
 
 
@@ -38,7 +45,7 @@ class AllGather(EncodedScheme):
         marks = np.zeros(len(work), np.bool_)
         by_rank = [wire.split_parts(body, len(bucket.segments)) for body in bodies]
         for segment, of_all in zip(bucket.segments, zip(*by_rank, strict=True), strict=True):
-            marks[segment.start : segment.stop] = _gathered(segment).decompress_layers_sum_(
+            marks[segment.start : segment.stop] = encoder_of(segment).decompress_layers_sum_(
                 of_all, work[segment.start : segment.stop], io.scale
             )
         finite = (~marks).tolist()
@@ -74,7 +81,7 @@ def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
     marks: list[npt.NDArray[np.bool_]] = []
     energy = sent = 0.0
     for segment in bucket.segments:
-        code, stats = _gathered(segment).compress_layers_(
+        code, stats = encoder_of(segment).compress_layers_(
             LayerBatch(
                 x,
                 offsets[segment.start : segment.stop + 1],
@@ -121,7 +128,7 @@ def _restore(
         if not segment.keeps or not undo[segment.start : segment.stop].any():
             continue
         own = [torch.zeros_like(each) for each in local[segment.start : segment.stop]]
-        marks = _gathered(segment).decompress_layers_add_(code[_room(bucket) :], own, 1.0)
+        marks = encoder_of(segment).decompress_layers_add_(code[_room(bucket) :], own, 1.0)
         for position in (p for p in range(segment.start, segment.stop) if undo[p]):
             sent = own[position - segment.start].view(-1)
             if marks[position - segment.start]:
@@ -143,8 +150,3 @@ def _framed(encoded: _Encoded, bucket: Bucket, ranks: int) -> Tensor:
     frame = codes[0] if len(codes) == 1 else wire.join_parts(codes)
     wire.write_header(frame, bucket.index, len(bucket.layers), nonfinite=not encoded.finite.all())
     return frame
-
-
-def _gathered(segment: Segment) -> GatheredCompressor:
-    assert isinstance(segment.compressor, GatheredCompressor), segment
-    return segment.compressor

@@ -57,6 +57,11 @@ class Buffers:
         self.is_gathered = False
         """Whether feedback keeps nothing outside this rank's chunk; the same on all ranks."""
 
+    @property
+    def name(self) -> str:
+        """Of the bucket's first layer, by which a checkpoint knows the bucket."""
+        return self._bucket.layers[0].name
+
     def shards(self, ranks: int) -> Shards:
         """How the bucket is shared out among so many owners."""
         if self._shards is None or len(self._shards.bounds) != ranks + 1:
@@ -178,6 +183,8 @@ class Scheme(ABC):
     """
 
     name: ClassVar[str]
+    level = 0.0
+    """Of the second compression, where there is one and it differs from the first; else 0."""
     carries: ClassVar[PayloadKind]
     """The payloads that it can reduce, as compressors declare them."""
     shots: ClassVar[int] = 1
@@ -233,6 +240,12 @@ class EncodedScheme(Scheme):
             ranks: how many there are.
             link: of the network between them.
         """
+
+
+def encoder_of(segment: Segment) -> GatheredCompressor:
+    """The compressor of a segment of a bucket of encoded payloads."""
+    assert isinstance(segment.compressor, GatheredCompressor), segment
+    return segment.compressor
 
 
 def shaped(flat: Tensor, bucket: Bucket) -> list[Tensor]:

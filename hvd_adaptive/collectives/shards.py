@@ -103,13 +103,8 @@ class Shards:
 
 def expected_bytes(bucket: Bucket) -> list[float]:
     """Bytes that an element of each layer takes, as the compressors foresee it."""
-    return [
-        segment.compressor.wire_bytes(layer.numel, level, shape=layer.shape) / max(1, layer.numel)
-        for segment in bucket.segments
-        for layer, level in zip(
-            bucket.layers[segment.start : segment.stop], segment.levels, strict=True
-        )
-    ]
+    nbytes = [each for segment in bucket.segments for each in bucket.wire_bytes(segment)]
+    return [each / max(1, layer.numel) for each, layer in zip(nbytes, bucket.layers, strict=True)]
 
 
 def cut(bucket: Bucket, weights: npt.ArrayLike, ranks: int) -> Shards:

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import rng
-from hvd_adaptive.buckets import Bucket, Segment
-from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
+from hvd_adaptive.buckets import Bucket
+from hvd_adaptive.collectives.base import (
+    BucketIO,
+    EncodedScheme,
+    Steps,
+    as_float32,
+    encoder_of,
+    hand_over,
+)
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Part, Shards
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Group, Request, operation_bytes
-from hvd_adaptive.compressors.base import ClearsSent, GatheredCompressor, LayerBatch
+from hvd_adaptive.compressors.base import ClearsSent, LayerBatch
 from hvd_adaptive.kernels.floats import CANCELLED
 from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire
@@ -170,7 +177,7 @@ def _compress(bucket: Bucket, work: list[Tensor], shards: Shards, io: BucketIO) 
     nonfinite = np.zeros(len(bucket.layers), np.bool_)
     energy = sent = 0.0
     for segment in bucket.segments:
-        compressor, layers = _gathered(segment), slice(segment.start, segment.stop)
+        compressor, layers = encoder_of(segment), slice(segment.start, segment.stop)
         batch = LayerBatch(
             x,
             offsets[segment.start : segment.stop + 1],
@@ -235,11 +242,11 @@ class _Owned:
         codes = [wire.split_parts(frame, len(self._parts)) for frame in frames]
         for part, of_all in zip(self._parts, zip(*codes, strict=True), strict=True):
             views = part.views_of(self._total, self._start)
-            _gathered(part.segment).decompress_layers_sum_(of_all, views, 1.0)
+            encoder_of(part.segment).decompress_layers_sum_(of_all, views, 1.0)
 
     def _compress(self, part: Part) -> None:
         """What is left stays in the residual, where there is one."""
-        compressor = _gathered(part.segment)
+        compressor = encoder_of(part.segment)
         keeps = self._residual is not None and part.segment.keeps
         x = self._residual if self._residual is not None and keeps else self._total
         levels = [self._level or level for level in part.levels]
@@ -269,7 +276,7 @@ class _Owned:
             totals = part.views_of(self._total, self._start)
             kept = part.views_of(self._residual, self._start)
             own = [torch.zeros_like(total) for total in totals]
-            _gathered(part.segment).decompress_layers_add_(body, own, 1.0)
+            encoder_of(part.segment).decompress_layers_add_(body, own, 1.0)
             for piece in np.flatnonzero(undo).tolist():
                 back = kept[piece].add_(own[piece]).sub_(totals[piece])
                 back[back.abs() <= CANCELLED * totals[piece].abs()] = 0.0
@@ -304,7 +311,7 @@ def _decode(
     for own, parts in zip(codes, shards.parts, strict=True):
         for part, code in zip(parts, own, strict=True):
             views = part.views(flats, shards.offsets)
-            found = _gathered(part.segment).decompress_layers_sum_([code], views, io.scale)
+            found = encoder_of(part.segment).decompress_layers_sum_([code], views, io.scale)
             marks[np.array(part.layers)[found]] = True
     return marks
 
@@ -335,13 +342,8 @@ def _restore(
     for parts, bodies in zip(shards.parts, sent.bodies, strict=True):
         for part, body in zip(parts, bodies, strict=True):
             views = part.views(own, shards.offsets)
-            marks = _gathered(part.segment).decompress_layers_add_(body, views, 1.0)
+            marks = encoder_of(part.segment).decompress_layers_add_(body, views, 1.0)
             for piece in np.flatnonzero(marks).tolist():
                 views[piece].zero_()  # a mark that stands for several layers: nothing was sent
     for position in np.flatnonzero(kept).tolist():
         io.feedback.restore(bucket, position, local[position].view(-1), own[position])
-
-
-def _gathered(segment: Segment) -> GatheredCompressor:
-    assert isinstance(segment.compressor, GatheredCompressor), segment
-    return segment.compressor

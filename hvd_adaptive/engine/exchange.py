@@ -64,7 +64,6 @@ class Exchange:
         self._buffers: dict[int, Buffers] = {}
         self._in_nodes = False
         self._loaded_shards: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
 
     def attach(
         self,
@@ -84,10 +83,9 @@ class Exchange:
         self._feedback = feedback
         self._buffers = {bucket.index: Buffers(bucket, per_rank_levels) for bucket in buckets}
         self._in_nodes = any(reduces_in_nodes(bucket.scheme) for bucket in buckets)
-        self._names = {bucket.index: bucket.layers[0].name for bucket in buckets}
-        for index, name in self._names.items():
-            if name in self._loaded_shards:
-                self._buffers[index].load_shards(self._loaded_shards[name])
+        for each in self._buffers.values():
+            if each.name in self._loaded_shards:
+                each.load_shards(self._loaded_shards[each.name])
         self._loaded_shards = {}
         self.codec_states.add_for(part.compressor for each in buckets for part in each.segments)
 
@@ -98,7 +96,7 @@ class Exchange:
 
     def shards_dict(self) -> dict[str, Any]:
         """How buckets are shared out among owners, by their first layer; the same on all ranks."""
-        found = {self._names[index]: each.shards_dict() for index, each in self._buffers.items()}
+        found = {each.name: each.shards_dict() for each in self._buffers.values()}
         return self._loaded_shards | {name: each for name, each in found.items() if each is not None}
 
     def load_shards(self, found: Mapping[str, Any]) -> None:

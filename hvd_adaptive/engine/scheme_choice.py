@@ -68,11 +68,8 @@ class SchemeChoice:
         parts = []
         for segment in bucket.segments:
             layers = bucket.layers[segment.start : segment.stop]
-            own = [segment.compressor.level] * len(layers) if per_rank_levels else segment.levels
-            nbytes = sum(
-                segment.compressor.wire_bytes(layer.numel, level, shape=layer.shape)
-                for layer, level in zip(layers, own, strict=True)
-            )
+            own = [segment.compressor.level] * len(layers) if per_rank_levels else None
+            nbytes = sum(bucket.wire_bytes(segment, own))
             codec = self._codecs[format_spec(segment.compressor.state_key)]
             parts.append(Workload(sum(layer.numel for layer in layers), nbytes, codec))
         work = _together(parts)

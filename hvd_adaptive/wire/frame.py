@@ -189,11 +189,17 @@ def join_parts(codes: Sequence[Tensor]) -> Tensor:
     Returns:
         uint8, 1-D, for :func:`write_header`.
     """
-    pieces = [torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=codes[0].device)]
-    for code in codes:
-        length = torch.frombuffer(bytearray(_PART.pack(code.numel())), dtype=torch.uint8)
-        pieces += [length.to(code.device), code]
-    return torch.cat(pieces)
+    room = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=codes[0].device)
+    return torch.cat([room, *_behind_lengths(codes)])
+
+
+def _behind_lengths(codes: Sequence[Tensor]) -> list[Tensor]:
+    """Each of the codes, with its length in front."""
+    lengths = [
+        torch.frombuffer(bytearray(_PART.pack(code.numel())), dtype=torch.uint8) for code in codes
+    ]
+    pairs = zip(lengths, codes, strict=True)
+    return [piece for length, code in pairs for piece in (length.to(code.device), code)]
 
 
 def frame_pieces(
@@ -217,13 +223,7 @@ def frame_pieces(
     header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     total = frame_bytes(sizes) - HEADER_BYTES
     HEADER.pack_into(header.numpy().data, 0, MAGIC, VERSION, nonfinite, total, bucket, layers)
-    pieces = [header.to(device)]
-    for code in codes:
-        if len(codes) > 1:
-            length = torch.frombuffer(bytearray(_PART.pack(code.numel())), dtype=torch.uint8)
-            pieces.append(length.to(device))
-        pieces.append(code)
-    return pieces
+    return [header.to(device), *(codes if len(codes) == 1 else _behind_lengths(codes))]
 
 
 def split_parts(body: Tensor, parts: int) -> list[Tensor]:
