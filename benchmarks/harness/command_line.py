@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +131,40 @@ def complete(
     for problem in problems:
         print(f"target missed: {problem}")
     return int(check and bool(problems))
+
+
+def cases(
+    doc: str | None,
+    name: str,
+    points: Iterable[str],
+    measure: Callable[[list[str], dict[str, Any], Path | None, bool], None],
+    rows: Callable[[dict[str, Any]], Sequence[Sequence[object]]],
+    missed: Callable[[dict[str, Any]], list[str]],
+) -> int:
+    """The program of a benchmark whose file holds ``cases`` by name; it continues where it stopped.
+
+    Args:
+        doc: the script's.
+        name: of the file of results.
+        points: the cases that there are.
+        measure: adds the named ones to those there are and stores them, with little effort if told so.
+        rows: the table.
+        missed: the targets that are missed; of a quick run none is looked at.
+    """
+    options = parser(doc, points, name)
+    args = options.parse_args()
+    wanted = chosen(options, args.only, points)
+    out = None if args.quick else args.out
+    found: dict[str, Any] = {}
+    if out is not None and out.exists():
+        found = json.loads(out.read_text())["cases"]
+    if args.quick:
+        wanted = wanted[:1]
+    elif not args.redo:
+        wanted = [title for title in wanted if title not in found]
+    return complete(
+        (lambda: measure(wanted, found, out, args.quick)) if wanted else None,
+        lambda: print(report.table(rows(found))),
+        lambda: [] if args.quick else missed(found),
+        args.check,
+    )

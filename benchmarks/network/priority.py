@@ -12,7 +12,6 @@ those that wait take time from those that compute. Median, fastest and slowest l
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -37,7 +36,7 @@ LAUNCHES = 4
 TARGET = 1.03
 
 
-def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, launches: int) -> None:
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add to ``cases`` each launch's median step, in seconds, by method and start.
 
     A case is stored when all of its launches are done.
@@ -48,7 +47,7 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, launches
             method: {start: [] for start in NICENESS} for method in METHODS
         }
         with lab.Lab(RANKS[title], RATE) as hosts:
-            for number in range(launches):
+            for number in range(1 if quick else LAUNCHES):
                 for start, niceness in NICENESS.items():
                     words = [*PRESET, "--niceness", str(niceness)]
                     runs = hosts.train_each([[*words, *each] for each in METHODS.values()])
@@ -61,14 +60,6 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, launches
         cases[title] = steps
         if out is not None:
             report.write(out.stem, {"rate": RATE, "cases": cases}, out.parent)
-
-
-def load(out: Path | None) -> dict[str, Any]:
-    """What has been measured before."""
-    if out is None or not out.exists():
-        return {}
-    cases: dict[str, Any] = json.loads(out.read_text())["cases"]
-    return cases
 
 
 def gain(starts: dict[str, list[float]]) -> float:
@@ -104,23 +95,7 @@ def missed(cases: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Command line."""
-    options = command_line.parser(__doc__, RANKS, "priority")
-    args = options.parse_args()
-    wanted = command_line.chosen(options, args.only, RANKS)
-    out = None if args.quick else args.out
-    cases = load(out)
-    if args.quick:
-        wanted = wanted[:1]
-    elif not args.redo:
-        wanted = [title for title in wanted if title not in cases]
-
-    launches = 1 if args.quick else LAUNCHES
-    return command_line.complete(
-        (lambda: measure(wanted, cases, out, launches)) if wanted else None,
-        lambda: print(report.table(rows(cases))),
-        lambda: [] if args.quick else missed(cases),  # one launch says nothing
-        args.check,
-    )
+    return command_line.cases(__doc__, "priority", RANKS, measure, rows, missed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Medians of the slowest rank's steps; bytes are those that the hosts' interfaces 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -38,13 +37,21 @@ HALF, NOT_SLOWER, AUTO = 0.5, 1.03, 1.05
 """Targets: of two_shot to stock fp16 at 12 hosts; to the allgather at 4; of auto to the better one."""
 
 
-def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, blocks: int) -> None:
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each case's figures to ``cases``, by method."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     for title in wanted:
         ranks, rate = CASES[title]
         with lab.Lab(ranks, rate) as hosts:
-            words = ["--preset", PRESET, "--blocks", str(blocks), "--steps", str(STEPS), *METHODS]
+            words = [
+                "--preset",
+                PRESET,
+                "--blocks",
+                str(1 if quick else BLOCKS),
+                "--steps",
+                str(STEPS),
+                *METHODS,
+            ]
             (everyone,) = hosts.module("workers.schemes_rank", words, seconds=1800.0).results()
         cases[title] = {method: _summary([rank[method] for rank in everyone]) for method in METHODS}
         print(report.table(rows({title: cases[title]})), flush=True)
@@ -115,31 +122,9 @@ def missed(cases: dict[str, Any]) -> list[str]:
     return problems + [f"{HALF_AT} was not measured"] * (HALF_AT not in cases)
 
 
-def load(out: Path | None) -> dict[str, Any]:
-    """What has been measured before."""
-    if out is None or not out.exists():
-        return {}
-    cases: dict[str, Any] = json.loads(out.read_text())["cases"]
-    return cases
-
-
 def main() -> int:
     """Command line."""
-    options = command_line.parser(__doc__, CASES, "schemes")
-    args = options.parse_args()
-    wanted = command_line.chosen(options, args.only, CASES)
-    out = None if args.quick else args.out
-    cases = load(out)
-    if args.quick:
-        wanted = wanted[:1]
-    elif not args.redo:
-        wanted = [title for title in wanted if title not in cases]
-    return command_line.complete(
-        (lambda: measure(wanted, cases, out, 1 if args.quick else BLOCKS)) if wanted else None,
-        lambda: print(report.table(rows(cases))),
-        lambda: [] if args.quick else missed(cases),
-        args.check,
-    )
+    return command_line.cases(__doc__, "schemes", CASES, measure, rows, missed)
 
 
 if __name__ == "__main__":
