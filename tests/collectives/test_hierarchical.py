@@ -17,11 +17,12 @@ from hvd_adaptive.comm.request import Group, Request  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.engine.reducer import Reducer  # noqa: E402
 from hvd_adaptive.wire import WireError  # noqa: E402
-from tests.collectives.test_two_shot import (  # noqa: E402
+from tests.collectives.helpers import (  # noqa: E402
     OVERRIDES,
     SHAPES,
     Layers,
     everyone,
+    train,
     waiting,
 )
 
@@ -88,15 +89,7 @@ def test_where_there_is_no_hierarchy_it_is_two_shot_to_the_bit(size: int, per_no
 def test_what_steps_and_what_waits_are_the_gradients(size: int, per_node: int, feedback: str) -> None:
     model = Layers()
     ranks = ranks_of(size, per_node, model, feedback=feedback)
-    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    summed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for step in range(5):
-        given = everyone(size, step)
-        for name in SHAPES:
-            summed[name] += torch.stack([each[name].double() for each in given]).sum(0)
-        ranks.reduce(given)
-        for name in SHAPES:
-            applied[name] += size * getattr(model, name).grad.double()
+    summed, applied = train(ranks, model, size)
     states = ranks.compression_state_dicts()
     rounding = 2.0**-7 * size if "bf16" in feedback else 1e-4
     for name, shape in SHAPES.items():

@@ -22,44 +22,21 @@ from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.engine.reducer import Reducer  # noqa: E402
 from hvd_adaptive.layers import Layer, PayloadKind  # noqa: E402
 from hvd_adaptive.wire import WireError, frame  # noqa: E402
+from tests.collectives.helpers import (  # noqa: E402
+    OVERRIDES,
+    SHAPES,
+    Layers,
+    everyone,
+    train,
+    waiting,
+)
 
-SHAPES = {"wide": (96, 128), "tall": (3000, 4), "table": (40, 50), "bias": (64,)}
 TRIALS = 60
-OVERRIDES = {"*": "topk:density=0.05,values=fp32"}
-
-
-class Layers(nn.Module):
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
 def ranks_of(size: int, model: nn.Module, compression: str, **options: Any) -> VirtualRanks:
     options.setdefault("scheme", "two_shot")
     return VirtualRanks(size, model.named_parameters(), compression, **options)
-
-
-def gradients(
-    rank: int, step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES
-) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return {name: torch.randn(shape, generator=generator).pow(3) for name, shape in shapes.items()}
-
-
-def everyone(size: int, step: int) -> list[dict[str, Tensor]]:
-    return [gradients(rank, step) for rank in range(size)]
-
-
-def waiting(states: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    """All ranks' gradient mass of one layer that has not reached the weights, float64."""
-    numel = torch.Size(SHAPES[name]).numel()
-    total = torch.zeros(numel, dtype=torch.float64)
-    for state in states:
-        total += state["kept"][name]["residual"].double() if "residual" in state["kept"][name] else 0.0
-        for start, piece in state["owned"].get(name, ()):
-            total[start : start + piece.numel()] += piece
-    return total
 
 
 # --- where a bucket is cut --------------------------------------------------------------------------
@@ -98,15 +75,7 @@ def test_what_steps_and_what_waits_are_the_gradients(size: int) -> None:
     ranks = ranks_of(size, model, "topk:density=0.05", overrides=OVERRIDES)
     for name in SHAPES:
         getattr(model, name).grad = None
-    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    summed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for step in range(5):
-        everything = everyone(size, step)
-        for name in SHAPES:
-            summed[name] += torch.stack([each[name].double() for each in everything]).sum(0)
-        ranks.reduce(everything)
-        for name in SHAPES:
-            applied[name] += size * getattr(model, name).grad.double()
+    summed, applied = train(ranks, model, size)
     states = ranks.compression_state_dicts()
     for name, shape in SHAPES.items():
         waits = waiting(states, name).view(shape)
