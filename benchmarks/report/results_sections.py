@@ -592,6 +592,34 @@ def schemes() -> str:
     )
 
 
+def many_ranks() -> str:
+    """Scores by allgather and in two shots."""
+    from benchmarks.accuracy.many_ranks import RANKS, groups, rows
+
+    figures = load("many_ranks")
+    lost = {
+        unit: [
+            100 * sum(seeds) / len(seeds)
+            for (preset, _), seeds in groups(figures["cases"]).items()
+            if preset.startswith("lstm") == (unit == "%")
+        ]
+        for unit in ("pp", "%")
+    }
+    return section(
+        "Accuracy in two shots",
+        f"Presets trained with the gradients of {RANKS} virtual ranks, from the same seeds by both "
+        f"schemes, at equal levels of the first shot. {source('many_ranks', figures)}",
+        (
+            "allgather and two_shot",
+            "Does it cost accuracy that sums are compressed again?",
+            f"Two shots lose {span(lost['pp'], '+.2f')} pp of accuracy (ResNet) and raise perplexity "
+            f"by {span(lost['%'], '+.2f')} % (LSTM), means over the seeds.",
+            of_rows(rows(figures["cases"])),
+        ),
+        end=missed(figures),
+    )
+
+
 def scaling() -> str:
     """The model of the collectives, and what it predicts for 1,024 ranks."""
     from benchmarks.network.scaling import to_build_next
@@ -717,6 +745,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "scaling": scaling,
     "schemes": schemes,
+    "many_ranks": many_ranks,
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.accuracy import many_ranks
 from benchmarks.harness import command_line
 from benchmarks.micro import overhead
 from benchmarks.network import priority, schemes, training
@@ -365,6 +366,27 @@ def test_a_scheme_that_is_too_slow_or_not_measured_misses_its_target() -> None:
     assert "4 bit in two shots takes 0.55 of stock fp16's step" in half
     assert "two_shot takes 1.20 of the allgather" in four
     assert schemes.missed({}) == ["12 x 200mbit was not measured"]
+
+
+def test_two_shots_that_lose_more_than_their_target_or_were_not_trained_are_named() -> None:
+    def case(metric: str, gathered: float, twice: float) -> dict[str, Any]:
+        return {"allgather": {metric: gathered}, "two_shot": {metric: twice}}
+
+    bad = {
+        "resnet-fashion qsgd:bits=4 seed 1": case("accuracy", 0.90, 0.89),
+        "resnet-fashion qsgd:bits=4 seed 2": case("accuracy", 0.90, 0.90),
+        "lstm-sotu qsgd:bits=4 seed 1": case("perplexity", 200.0, 201.0),
+    }
+    assert many_ranks.rows(bad)[1:] == [
+        ["resnet-fashion", "qsgd:bits=4", 2, "90.00 %", "89.50 %", "+0.50 pp", "0.50 pp"],
+        ["lstm-sotu", "qsgd:bits=4", 1, "200.0", "201.0", "+0.50 %", "-"],
+    ]
+    lost, *left = many_ranks.missed(bad)
+    assert lost == "resnet-fashion, qsgd:bits=4: two shots lose 0.50, target 0.3"
+    assert len(left) == len(many_ranks.CASES) - len(bad)
+    same = {"accuracy": 0.9, "perplexity": 200.0}
+    good = {title: {"allgather": same, "two_shot": same} for title in many_ranks.CASES}
+    assert many_ranks.missed(good) == []
 
 
 # ---------------------------------------------------------------------------------------- pictures

@@ -1,0 +1,136 @@
+"""Do payloads that are compressed twice keep the accuracy of those that are gathered, at 16 ranks?
+
+    python -m benchmarks.accuracy.many_ranks                          # hours on one core; resumable
+    python -m benchmarks.accuracy.many_ranks --only "lstm-sotu qsgd:bits=4 seed 1"
+    python -m benchmarks.accuracy.many_ranks --quick                  # a smoke run; writes no file
+    python -m benchmarks.accuracy.many_ranks --check                  # 1 if a stored target is missed
+
+A case trains a preset twice from one seed with the gradients of 16 virtual ranks
+(virtual_training.py): by allgather and in two shots, at equal levels of the first shot.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import command_line, lab
+from benchmarks.report import report
+
+RANKS = 16
+STEPS = {"resnet-fashion": 300, "lstm-sotu": 300}
+COMPRESSORS = {"qsgd:bits=4": (), "topk:density=0.01": ("--dense-steps", "15")}
+"""And their further options: 5 % of the steps are dense where something is withheld."""
+SEEDS = (1, 2, 3)
+SCHEMES = ("allgather", "two_shot")
+CASES = {
+    f"{preset} {compressor} seed {seed}": (preset, compressor, seed)
+    for compressor in COMPRESSORS
+    for seed in SEEDS
+    for preset in STEPS
+}
+ACCURACY, PERPLEXITY = 0.003, 0.01
+"""Targets: of the mean difference in accuracy, and of perplexity's, relative."""
+
+
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
+    """Add each case's scores to ``cases``, by scheme."""
+    for title in wanted:
+        cases[title] = {scheme: _train(title, scheme, 3 if quick else None) for scheme in SCHEMES}
+        print(report.table(rows({title: cases[title]})), flush=True)
+        if out is not None:
+            report.write(out.stem, {"cases": cases, "missed": missed(cases)}, out.parent)
+
+
+def _train(title: str, scheme: str, steps: int | None) -> dict[str, float]:
+    """The scores and the payload of one training run."""
+    preset, compressor, seed = CASES[title]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        words = ["--virtual-ranks", str(RANKS), "--steps", str(steps or STEPS[preset])]
+        words += ["--preset", preset, "--seed", str(seed), "--out", str(path)]
+        words += ["--compression", compressor, "--scheme", scheme, *COMPRESSORS[compressor]]
+        subprocess.run([*lab.module("accuracy.virtual_training"), *words], cwd=lab.ROOT, check=True)
+        run = json.loads(path.read_text())
+    return {**run["score"], "payload bytes": float(np.mean(run["payload_bytes"]))}
+
+
+def difference(case: Mapping[str, Mapping[str, float]]) -> float:
+    """What two shots lose: accuracy, or a share of perplexity; below 0 where they gain."""
+    gathered, twice = (case[scheme] for scheme in SCHEMES)
+    if "perplexity" in gathered:
+        return twice["perplexity"] / gathered["perplexity"] - 1
+    return gathered["accuracy"] - twice["accuracy"]
+
+
+def groups(cases: Mapping[str, Any]) -> dict[tuple[str, str], list[float]]:
+    """The differences of all seeds, by preset and compressor."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for title, case in cases.items():
+        preset, compressor, _ = CASES[title]
+        found.setdefault((preset, compressor), []).append(difference(case))
+    return found
+
+
+def rows(cases: Mapping[str, Any]) -> list[list[object]]:
+    """A table: one row a preset and compressor, with the mean difference and its standard error."""
+    found: list[list[object]] = [
+        ["preset", "compressor", "seeds", *SCHEMES, "two shots lose", "standard error"]
+    ]
+    for (preset, compressor), lost in groups(cases).items():
+        metric = "perplexity" if preset.startswith("lstm") else "accuracy"
+        unit = "%" if metric == "perplexity" else "pp"
+        scores = [
+            np.mean(
+                [
+                    case[scheme][metric]
+                    for title, case in cases.items()
+                    if _is(title, preset, compressor)
+                ]
+            )
+            for scheme in SCHEMES
+        ]
+        shown = [f"{each:.1f}" if metric == "perplexity" else f"{100 * each:.2f} %" for each in scores]
+        error = f"{100 * _standard_error(lost):.2f} {unit}" if len(lost) > 1 else "-"
+        found.append(
+            [preset, compressor, len(lost), *shown, f"{100 * np.mean(lost):+.2f} {unit}", error]
+        )
+    return found
+
+
+def _is(title: str, preset: str, compressor: str) -> bool:
+    return CASES[title][:2] == (preset, compressor)
+
+
+def _standard_error(values: list[float]) -> float:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def missed(cases: Mapping[str, Any]) -> list[str]:
+    """The targets that are missed, and the cases that were not measured."""
+    problems = []
+    for (preset, compressor), lost in groups(cases).items():
+        limit = PERPLEXITY if preset.startswith("lstm") else ACCURACY
+        if np.mean(lost) > limit:
+            lost_percent = 100 * np.mean(lost)
+            problems.append(
+                f"{preset}, {compressor}: two shots lose {lost_percent:.2f}, target {100 * limit:g}"
+            )
+    return problems + [f"{title} was not measured" for title in CASES if title not in cases]
+
+
+def main() -> int:
+    """Command line."""
+    return command_line.cases(__doc__, "many_ranks", CASES, measure, rows, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
