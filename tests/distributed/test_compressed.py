@@ -102,6 +102,8 @@ def needs_peers() -> None:
 @pytest.mark.ranks(2, 4, 16)
 @pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "int8"])
 def test_what_is_applied_and_what_is_kept_add_up_to_all_gradients(values: str) -> None:
+    if hvd.size() == 16 and values != "int8":
+        pytest.skip("formats differ within a rank: four ranks show that")
     model, ledger = make_model(Layers), Ledger()
     optimizer = wrapped(model, compression=f"topk:density=0.05,values={values}")
     for step in range(6):
