@@ -1,8 +1,10 @@
-"""From which number of ranks on do gathered payloads lose to a dense allreduce?
+"""From which number of ranks on do gathered payloads lose to a dense allreduce, and do two shots?
 
 1. Every collective scheme is measured at 1 to 16 ranks with several payloads: on hosts with slow links
    (launch/netlab.sh, one rank on each), on the same hosts without a limit, and without hosts.
-2. An alpha-beta model of each is fitted to few ranks, and tried on more and on a payload it never saw.
+2. The bandwidth of each is fitted to few ranks, and tried on more and on a payload it never saw.
+   Where ranks share this machine's cores, what the machine alone needs is known from links without a
+   limit.
 3. With it and with what a core needs to compress, a step's communication is carried on to 1,024 ranks.
 
     sudo -E python -m benchmarks.network.scaling                     # minutes; resumable
@@ -11,8 +13,7 @@
     python -m benchmarks.network.scaling --quick                     # seconds; no root, no file
     python -m benchmarks.network.scaling --check                     # 1 if a stored target is missed
 
-What is left out of fits and trials is decided before anything is fitted: see `limited_by_link` in
-scaling_model.py. `--fresh` forgets what was measured before.
+`--fresh` forgets what was measured before.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -44,7 +44,6 @@ from benchmarks.network.scaling_model import (
     byte_seconds,
     crossing,
     fit,
-    limited_by_link,
 )
 from benchmarks.report import report
 from hvd_adaptive import compressors
@@ -63,17 +62,19 @@ COLLECTIVES = {
     "ring fp16": ("allreduce", 1),
     "powersgd": ("allreduce", 2),
     "allgather": ("allgather", 1),
+    "two-shot": ("two-shot", 1),
 }
 """Of each scheme of scaling_rank.py, and how many of them follow each other."""
 SIZES = {
     "allreduce": [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20],
     "allgather": [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20],
+    "two-shot": [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20],
 }
 POINT_SECONDS = 0.7
-HELD_OUT_SIZE = {"allreduce": 1 << 20, "allgather": 256 << 10}
+HELD_OUT_SIZE = {"allreduce": 1 << 20, "allgather": 256 << 10, "two-shot": 1 << 20}
 HELD_OUT_RANKS = 8
 """Fits see fewer ranks than these, and not the size above."""
-ERROR_TARGET = 0.20
+ERROR_TARGET = 0.15
 BUSY_TARGET = 0.10
 """Of the cores: where others take more, the figures are worth little."""
 
@@ -92,7 +93,11 @@ SPECS = {
     "random-k 1 %": "randomk:density=0.01",
 }
 DENSE = "fp16, allreduce"
-THERE, COULD_BE = ("allreduce", "allgather"), ("two-shot", "hierarchical")
+GATHERED = ("allgather", "two-shot")
+"""What compressed payloads meet by."""
+FASTER_AT = ("25 M", "10 Gbit/s")
+"""The model and rate at which 4 bit and top-k 1 % must be faster than fp16, with so many ranks."""
+FASTER = ("quantizer 4 bit, two-shot", "top-k 1 %, two-shot")
 
 Seconds = dict[str, dict[str, dict[str, dict[str, float]]]]
 """By network, scheme, bytes and ranks."""
@@ -265,58 +270,42 @@ def _median(taken: Sequence[float]) -> float:
 
 
 def points_of(found: Seconds, network: str, scheme: str) -> list[Point]:
-    """All that was measured of a scheme on a network."""
+    """What was measured of a scheme between ranks on a network, and without a limit."""
     collective, operations = COLLECTIVES[scheme]
+    machine = found.get(UNLIMITED, {}).get(scheme, {})
     return [
-        Point(collective, operations, int(ranks), int(size), seconds)
+        Point(collective, operations, int(ranks), int(size), seconds, machine[size][ranks])
         for size, row in found.get(network, {}).get(scheme, {}).items()
         for ranks, seconds in row.items()
+        if int(ranks) > 1 and ranks in machine.get(size, {})
     ]
 
 
-@dataclass(frozen=True)
-class Division:
-    """A scheme's points on a network: what a line is fitted to, tried on, and what says nothing."""
-
-    fitted: list[Point]
-    held_out: list[Point]
-    left_out: list[Point]
-
-
-def divide(found: Seconds, network: str, scheme: str, cores: int) -> Division:
-    """By rules that look at no residual: see `limited_by_link` and the constants above."""
-    collective, _ = COLLECTIVES[scheme]
-    compute_only = {(p.ranks, p.nbytes): p.seconds for p in points_of(found, UNLIMITED, scheme)}
-    division = Division([], [], [])
+def divide(found: Seconds, network: str, scheme: str) -> tuple[list[Point], list[Point]]:
+    """The points that a line is fitted to, and those that it is tried on, whatever they hold."""
+    fitted, held_out = [], []
     for point in points_of(found, network, scheme):
-        machine = compute_only.get((point.ranks, point.nbytes), math.inf)
-        smallest = SIZES[collective][0]
-        if not limited_by_link(point, machine, RATES[network], cores, smallest):
-            division.left_out.append(point)
-        elif point.ranks >= HELD_OUT_RANKS or point.nbytes == HELD_OUT_SIZE[collective]:
-            division.held_out.append(point)
-        else:
-            division.fitted.append(point)
-    return division
+        unseen = point.ranks >= HELD_OUT_RANKS or point.nbytes == HELD_OUT_SIZE[COLLECTIVES[scheme][0]]
+        (held_out if unseen else fitted).append(point)
+    return fitted, held_out
 
 
-def fits(found: Seconds, cores: int) -> dict[str, dict[str, dict[str, float]]]:
+def fits(found: Seconds) -> dict[str, dict[str, dict[str, float]]]:
     """The line of each scheme on each network, and how far it is off where it has not looked."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     for network, rate in RATES.items():
         for scheme in COLLECTIVES:
-            points = divide(found, network, scheme, cores)
-            if len(points.fitted) < 3 or not points.held_out:
+            fitted, held_out = divide(found, network, scheme)
+            if len(fitted) < 3 or not held_out:
                 continue
-            line = fit(points.fitted)
-            errors = [abs(line.error(point)) for point in points.held_out]
+            line = fit(fitted)
+            errors = [abs(line.error(point)) for point in held_out]
             result.setdefault(scheme, {})[network] = {
                 **asdict(line),
                 "rate": byte_seconds(rate) / line.beta if line.beta else 0.0,
-                "fitted": len(points.fitted),
-                "held out": len(points.held_out),
-                "left out": len(points.left_out),
-                "most ranks held out": max(point.ranks for point in points.held_out),
+                "fitted": len(fitted),
+                "held out": len(held_out),
+                "most ranks held out": max(point.ranks for point in held_out),
                 "mean error": float(np.mean(errors)),
                 "worst error": float(np.max(errors)),
             }
@@ -327,7 +316,7 @@ def fits(found: Seconds, cores: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def methods(work: dict[str, Work]) -> dict[str, ScaledMethod]:
-    """What there is, and two ways of exchanging payloads that there could be."""
+    """Each compressor by its schemes."""
     gathered = ["top-k 1 %", "top-k 0.1 %", "quantizer 4 bit"]
     return {
         DENSE: ScaledMethod(work["fp16"], "allreduce"),
@@ -335,7 +324,7 @@ def methods(work: dict[str, Work]) -> dict[str, ScaledMethod]:
         "random-k 1 %, allreduce": ScaledMethod(work["random-k 1 %"], "allreduce"),
         **{
             f"{name}, {collective}": ScaledMethod(work[name], collective)
-            for collective in ("allgather", *COULD_BE)
+            for collective in GATHERED
             for name in gathered
         },
     }
@@ -365,12 +354,12 @@ def carried_on(work: dict[str, Work], fixed: float, alpha: float) -> dict[str, A
 def _crossings(
     work: dict[str, Work], elements: float, line: Line, buckets: int
 ) -> dict[str, dict[str, int | None]]:
-    """Ranks from which on gathering takes longer than the dense allreduce."""
+    """Ranks from which on a payload takes longer than the dense allreduce."""
     ranks, known = range(2, 4 * FAR + 1), methods(work)
     everything = {
         name: {n: method.step(n, elements, line, buckets) for n in ranks}
         for name, method in known.items()
-        if method.collective == "allgather" or name == DENSE
+        if method.collective in GATHERED or name == DENSE
     }
     network = {
         name: {n: known[name].network_seconds(n, elements, line, buckets) for n in ranks}
@@ -389,13 +378,13 @@ def _crossings(
 # --- the report ---------------------------------------------------------------------------------------
 
 
-def analysed(found: Seconds, work: dict[str, Work], cores: int) -> dict[str, Any]:
+def analysed(found: Seconds, work: dict[str, Work]) -> dict[str, Any]:
     """Everything that follows from what was measured."""
     fixed = floor_of(found)
     return {
         "seconds": found,
         "work": {name: asdict(each) for name, each in work.items()},
-        "fits": fits(found, cores),
+        "fits": fits(found),
         "stated": {"fixed": fixed, "alpha": ALPHA, "bucket bytes": BUCKET_BYTES},
         "many ranks": carried_on(work, fixed, ALPHA),
     }
@@ -430,16 +419,14 @@ def show(figures: dict[str, Any]) -> None:
 
 def show_fits(lines: dict[str, dict[str, dict[str, float]]]) -> None:
     """The models, and how they do where they have not looked."""
-    columns = (
-        "fixed ms, alpha us, of TCP's rate, fitted to, tried on, left out, most ranks, error, worst"
-    )
+    columns = "of TCP's rate, fitted to, tried on, most ranks, error, worst"
     rows: list[list[object]] = [["model", "network", *columns.split(", ")]]
     for scheme, networks in lines.items():
         for network, row in networks.items():
-            counted = ("fitted", "held out", "left out", "most ranks held out")
+            counted = ("fitted", "held out", "most ranks held out")
             counts = [int(row[key]) for key in counted]
             shares = [f"{row[key]:.1%}" for key in ("mean error", "worst error")]
-            line = [1e3 * row["fixed"], 1e6 * row["alpha"], f"{row['rate']:.0%}"]
+            line = [f"{row['rate']:.0%}"]
             rows.append([scheme, network, *line, *counts, *shares])
     report.show(rows)
 
@@ -455,8 +442,7 @@ def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
         for name in next(iter(by_rate.values()))["ms"]:
             points = [each["ms"][name] for each in by_rate.values()]
             rows.append([name, *(f"{c['network ms']:,.0f} + {c['one core ms']:,.0f}" for c in points)])
-        for title, kinds in (("fastest that there is", THERE), ("fastest of all", THERE + COULD_BE)):
-            rows.append([title, *(_fastest(each["ms"], kinds) for each in by_rate.values())])
+        rows.append(["fastest of all", *(_fastest(each["ms"]) for each in by_rate.values())])
         report.show(rows)
         rows = [["slower than fp16's ring from so many ranks on (network alone)", *by_rate]]
         for name in next(iter(by_rate.values()))["loses from"]:
@@ -465,33 +451,30 @@ def show_many(many: dict[str, Any], stated: dict[str, float]) -> None:
                 [name, *(f"{_ranks(c['in all'])} ({_ranks(c['network alone'])})" for c in points)]
             )
         report.show(rows)
-    print(to_build_next(many))
+    print(fastest_schemes(many))
 
 
-def to_build_next(many: dict[str, Any]) -> str:
-    """What the tables of many ranks say of schemes that do not exist yet."""
-    kinds = ("allgather", *COULD_BE)
+def fastest_schemes(many: dict[str, Any]) -> str:
+    """By which scheme compressed payloads meet fastest, in a sentence."""
     points = [each["ms"] for by_rate in many.values() for each in by_rate.values()]
-    payloads = [name.removesuffix(kinds[0]) for name in points[0] if name.endswith(kinds[0])]
-    wins: dict[str, list[str]] = {kind: [] for kind in kinds}
+    payloads = [name.removesuffix(GATHERED[0]) for name in points[0] if name.endswith(GATHERED[0])]
+    wins: dict[str, list[str]] = {kind: [] for kind in GATHERED}
     for milliseconds in points:
         for payload in payloads:
-            kind = _fastest(milliseconds, [payload + kind for kind in kinds]).removeprefix(payload)
+            kind = _fastest(milliseconds, [payload + kind for kind in GATHERED]).removeprefix(payload)
             wins[kind].append(payload.removesuffix(", "))
     counts = [
         f"`{kind}` in {len(won)}" + (f" ({'; '.join(dict.fromkeys(won))})" if won else "")
         for kind, won in wins.items()
     ]
-    best = max(wins, key=lambda kind: len(wins[kind]))
-    verdict = "nothing has to be built" if best == kinds[0] else f"`{best}` is to be built next"
     number = len(points) * len(payloads)
     return (
-        f"Fastest scheme for gathered payloads at {FAR:,} ranks, in {number} cases: "
-        f"{', '.join(counts)}: {verdict}."
+        f"Fastest scheme for compressed payloads at {FAR:,} ranks, in {number} cases: "
+        f"{', '.join(counts)}."
     )
 
 
-def _fastest(milliseconds: dict[str, dict[str, float]], kinds: Sequence[str]) -> str:
+def _fastest(milliseconds: dict[str, dict[str, float]], kinds: Sequence[str] = ("",)) -> str:
     totals = {
         name: each["network ms"] + each["one core ms"]
         for name, each in milliseconds.items()
@@ -518,6 +501,16 @@ def missed(figures: dict[str, Any]) -> list[str]:
         for network in RATES
         if network not in figures["fits"].get(scheme, {})
     ]
+    model, rate = FASTER_AT
+    totals = {
+        name: each["network ms"] + each["one core ms"]
+        for name, each in figures["many ranks"][model][rate]["ms"].items()
+    }
+    found += [
+        f"{name}: {totals[name]:.0f} ms at {FAR:,} ranks, {rate}, fp16 {totals[DENSE]:.0f}"
+        for name in FASTER
+        if totals[name] >= totals[DENSE]
+    ]
     busy = max(figures["others busy"], default=0.0)
     if busy > BUSY_TARGET:
         found.append(
@@ -540,7 +533,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         if name.startswith(("quantizer", "top-k 0.1")) and method.collective != "allgather":
             continue
         seconds = [1e3 * method.step(n, elements, line, 4) for n in ranks]
-        right.plot(ranks, seconds, "--" if method.collective in COULD_BE else "-", label=name)
+        right.plot(ranks, seconds, "--" if method.collective == "two-shot" else "-", label=name)
     right.set_xscale("log", base=2)
     right.set_yscale("log")
     right.set(xlabel="ranks", ylabel="ms per step", title=f"25 M parameters, {rate_name}: carried on")
@@ -554,25 +547,23 @@ def _plot_fits(axes: Any, figures: dict[str, Any]) -> None:
     for scheme, networks in figures["fits"].items():
         for network, row in networks.items():
             line = Line(row["fixed"], row["alpha"], row["beta"])
-            points = divide(figures["seconds"], network, scheme, os.cpu_count() or 1)
+            divided = divide(figures["seconds"], network, scheme)
             color = None
-            for kind, marker in (("fitted", "."), ("held_out", "o"), ("left_out", "x")):
-                shown = [point for point in getattr(points, kind) if point.ranks > 1]
+            for shown, marker in zip(divided, (".", "o"), strict=True):
                 (drawn,) = axes.loglog(
                     [1e3 * point.seconds for point in shown],
                     [1e3 * line.seconds(point) for point in shown],
                     marker,
                     color=color,
                     markersize=4,
-                    alpha=0.4 if kind == "left_out" else 1.0,
-                    label=f"{scheme}, {network}" if kind == "fitted" else None,
+                    label=f"{scheme}, {network}" if marker == "." else None,
                 )
                 color = drawn.get_color()
     axes.axline((1, 1), (10, 10), color="grey", linewidth=0.8)
     axes.set(
         xlabel="ms measured",
         ylabel="ms by the model",
-        title="2 to 16 ranks: dots fitted, circles held out, crosses left out",
+        title="2 to 16 ranks: dots fitted, circles held out",
     )
     axes.legend(fontsize=7)
 
@@ -596,7 +587,7 @@ def quick() -> int:
     sizes = {collective: [1 << 10, 16 << 10] for collective in SIZES}
     measure(found, [], ["loopback"], (1, 2), sizes, 0.01, lambda: None)
     work = {name: work_of(spec, layers=2, side=128, repeats=1) for name, spec in SPECS.items()}
-    show(analysed(found, work, os.cpu_count() or 1))
+    show(analysed(found, work))
     return 0
 
 
@@ -634,7 +625,7 @@ def main() -> int:
         print("\nstopped; the same command continues from here", flush=True)
         if len(work) < len(SPECS):
             return 130
-    figures = {**analysed(found, work, os.cpu_count() or 1), "others busy": busy}
+    figures = {**analysed(found, work), "others busy": busy}
     show(figures)
     bad = missed(figures)
     command_line.tell(bad)

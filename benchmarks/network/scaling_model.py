@@ -1,7 +1,8 @@
 """The alpha-beta model of scaling.py: what a collective costs, fitted and carried on to more ranks.
 
-``seconds = fixed + rounds * alpha + volume * beta``: ``rounds`` messages follow each other, and
-``volume`` bytes pass each rank's link in one direction.
+``wire = fixed + rounds * alpha + volume * beta``: ``rounds`` messages follow each other, and ``volume``
+bytes pass each rank's link in one direction. Where all ranks share one machine, what the machine alone
+needs for a collective partly overlaps with the wire: ``seconds = sqrt(machine^2 + wire^2)``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_adaptive.collectives import SCHEMES
-from hvd_adaptive.planning.costs import nonnegative_least_squares
 
 TCP_SHARE = 0.95
 """Of a link's rate; the rest are headers."""
@@ -25,17 +25,14 @@ def rounds(collective: str, ranks: int) -> int:
     """Messages that a rank sends one after the other.
 
     Example:
-        >>> [rounds(kind, 16) for kind in ("allreduce", "allgather", "two-shot", "hierarchical")]
-        [30, 15, 30, 6]
+        >>> [rounds(kind, 16) for kind in ("allreduce", "allgather", "two-shot")]
+        [30, 15, 30]
     """
     match collective:
         case "allreduce" | "two-shot":
             return 2 * (ranks - 1)
         case "allgather":
             return ranks - 1
-        case "hierarchical":
-            group = group_size(ranks)
-            return group - 1 + ranks // group - 1
     raise ValueError(f"unknown collective {collective!r}")
 
 
@@ -43,23 +40,10 @@ def volume(collective: str, ranks: int, nbytes: float) -> float:
     """Bytes on a rank's link in one direction, where every rank has ``nbytes`` to share.
 
     Example:
-        >>> [volume(kind, 4, 100) for kind in ("allreduce", "allgather", "two-shot", "hierarchical")]
-        [150.0, 300.0, 150.0, 200]
+        >>> [volume(kind, 4, 100) for kind in ("allreduce", "allgather", "two-shot")]
+        [150.0, 300.0, 150.0]
     """
-    if collective in _SCHEMES:
-        return SCHEMES[_SCHEMES[collective]]().link_bytes(nbytes, ranks)
-    return rounds(collective, ranks) * nbytes
-
-
-_SCHEMES = {"allreduce": "allreduce", "allgather": "allgather", "two-shot": "cast_two_shot"}
-"""The library's schemes with the traffic of each collective; its
-hierarchical one is another: it adds densely in a node, while the groups here exchange payloads."""
-
-
-def group_size(ranks: int) -> int:
-    """Ranks in each group of a hierarchical exchange: the divisor nearest to the square root."""
-    divisors = [each for each in range(1, math.isqrt(ranks) + 1) if ranks % each == 0]
-    return divisors[-1]
+    return SCHEMES[collective.replace("-", "_")]().link_bytes(nbytes, ranks)
 
 
 # --- measured points, and the line through them -----------------------------------------------------
@@ -70,11 +54,12 @@ class Point:
     """A measurement.
 
     Args:
-        collective: ``allreduce`` or ``allgather``.
+        collective: ``allreduce``, ``allgather`` or ``two-shot``.
         operations: of which it is made, one after the other.
         ranks: how many took part.
         nbytes: of each rank.
         seconds: taken.
+        machine: that the same ranks take on links without a limit.
     """
 
     collective: str
@@ -82,6 +67,7 @@ class Point:
     ranks: int
     nbytes: int
     seconds: float
+    machine: float = 0.0
 
     @property
     def row(self) -> tuple[float, float, float]:
@@ -100,7 +86,8 @@ class Line:
 
     def seconds(self, point: Point) -> float:
         """What it says of a point."""
-        return float(np.dot(point.row, (self.fixed, self.alpha, self.beta)))
+        wire = float(np.dot(point.row, (self.fixed, self.alpha, self.beta)))
+        return math.hypot(point.machine, wire)
 
     def error(self, point: Point) -> float:
         """By how much that is off, relative to what was measured."""
@@ -108,38 +95,24 @@ class Line:
 
 
 def fit(points: Sequence[Point]) -> Line:
-    """The line of least squared relative error, without negative costs.
+    """The line of least squared relative error among those whose wire is all bytes.
+
+    The measured links carry with a rate and delay nothing: what is fixed, and each message, is the
+    machine's. To first order, the relative error of a point's seconds is that of its wire times the
+    wire's share of the squared seconds.
 
     Example:
-        >>> true = Line(1e-3, 2e-5, 1e-9)
-        >>> points = [Point("allgather", 1, n, size, 0) for n in (1, 2, 4) for size in (10**3, 10**6)]
-        >>> points = [Point("allgather", 1, p.ranks, p.nbytes, true.seconds(p)) for p in points]
-        >>> found = fit(points)
-        >>> round(1e3 * found.fixed, 6), round(1e5 * found.alpha, 6), round(1e9 * found.beta, 6)
-        (1.0, 2.0, 1.0)
+        >>> import dataclasses
+        >>> true = Line(0, 0, 1e-9)
+        >>> points = [Point("allgather", 1, 4, size, 0, 1e-3) for size in (10**3, 10**6)]
+        >>> found = fit([dataclasses.replace(each, seconds=true.seconds(each)) for each in points])
+        >>> round(1e9 * found.beta, 6)
+        1.0
     """
-    rows = np.array([point.row for point in points]) / np.array([[p.seconds] for p in points])
-    solution = nonnegative_least_squares(rows.T @ rows, rows.sum(0))
-    return Line(*map(float, solution))
-
-
-def limited_by_link(point: Point, machine: float, rate: float, cores: int, smallest: int) -> bool:
-    """Whether a point tells of the link and not of this machine. A rule that sees no residual.
-
-    With one rank nothing is sent: only the smallest payload counts, as the floor. Up to as many ranks
-    as cores all count. With more ranks the wire must need twice what the machine alone does.
-
-    Args:
-        point: its seconds are not looked at.
-        machine: seconds of the same operation by the same ranks on links without a limit.
-        rate: of the links, bit per second.
-        cores: of the machine.
-        smallest: payload of this scheme.
-    """
-    if point.ranks == 1:
-        return point.nbytes == smallest
-    wire = point.row[2] * byte_seconds(rate)
-    return point.ranks <= cores or wire >= 2 * machine
+    wires = np.sqrt([max(0.0, p.seconds**2 - p.machine**2) for p in points])
+    weights = wires / np.array([p.seconds**2 for p in points])
+    volumes = weights * np.array([point.row[2] for point in points])
+    return Line(0.0, 0.0, float(volumes @ (weights * wires) / max(volumes @ volumes, 1e-300)))
 
 
 def byte_seconds(rate: float) -> float:
@@ -179,8 +152,7 @@ class ScaledMethod:
         """Seconds of one core in a step.
 
         A two-shot exchange adds the slices of all ranks (one payload in all), compresses its slice of
-        the sum, and decodes the result; a hierarchical one adds the group's payloads, compresses their
-        sum, and adds those of the groups.
+        the sum, and decodes the result.
         """
         work = self.work
         match self.collective:
@@ -188,11 +160,8 @@ class ScaledMethod:
                 each = work.encode + work.add * (ranks - 1) / ranks
             case "allgather":
                 each = work.encode + ranks * work.decode
-            case "two-shot":
-                each = work.encode * (1 + 1 / ranks) + 2 * work.decode
             case _:
-                group = group_size(ranks)
-                each = 2 * work.encode + (group + ranks // group) * work.decode
+                each = work.encode * (1 + 1 / ranks) + 2 * work.decode
         return each * elements
 
     def network_seconds(self, ranks: int, elements: float, line: Line, buckets: int) -> float:

@@ -39,11 +39,26 @@ def allgather(nbytes: int) -> Callable[[], object]:
     return lambda: hvd.allgather(payload, name=f"scaling.allgather.{nbytes}")
 
 
+def two_shot(nbytes: int) -> Callable[[], object]:
+    """A shard of ``nbytes`` bytes to every rank, then one from every rank to every rank."""
+    payload = torch.ones(nbytes, dtype=torch.uint8)
+    shard = nbytes // hvd.size()
+    splits = torch.full((hvd.size(),), shard, dtype=torch.int32)
+
+    def run() -> None:
+        name = f"scaling.two_shot.{nbytes}"
+        hvd.alltoall(payload[: shard * hvd.size()], splits, name=f"{name}.first")
+        hvd.allgather(payload[:shard], name=f"{name}.second")
+
+    return run
+
+
 SCHEMES: dict[str, Callable[[int], Callable[[], object]]] = {
     "ring fp32": partial(allreduce, torch.float32, 1),
     "ring fp16": partial(allreduce, torch.float16, 1),
     "powersgd": partial(allreduce, torch.float32, 2),
     "allgather": allgather,
+    "two-shot": two_shot,
 }
 
 
