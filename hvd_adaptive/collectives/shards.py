@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +33,11 @@ class Part:
     layers: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return int(self.edges[-1] - self.edges[0])
+
+    @property
     def levels(self) -> list[float]:
         """Of the pieces."""
         return [self.segment.levels[layer - self.segment.start] for layer in self.layers]
@@ -46,11 +50,6 @@ class Part:
                 self.layers, self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True
             )
         ]
-
-    def views_of(self, shard: Tensor, start: int) -> list[Tensor]:
-        """The pieces, of a shard that begins at ``start`` of the flat buffer."""
-        edges = (self.edges - start).tolist()
-        return [shard[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @dataclass(frozen=True)
