@@ -42,6 +42,7 @@ from hvd_adaptive.kernels.cpu.rounding import (
     POWERS,
     SIDES,
     TABLE,
+    UNIFORM,
     block_levels,
     choose_codes,
     decode_codes,
@@ -380,12 +381,23 @@ def _add(out, n, scale, decoded):
 
 
 @kernel
+def _add_even(out, codes, n, norm, scale, alphabet):
+    """out += scale * (norm * the codes' levels), which are evenly spaced: as ``decode_codes``."""
+    total = carray(float32_pointer(out), n)
+    top = np.float32((alphabet - 1) >> 1)
+    for i in range(n):
+        total[i] += scale * (norm * ((np.float32(int32(codes[i])) - top) / top))
+
+
+@kernel
 def add_block(out, n, scale, norms, codes, rule, levels, alphabet, pair, decoded):
     """Decode the codes of one block, whose norms are at ``norms``, and add them."""
     _, norm, rounding, _ = rule
     value, table = block_levels(norms, norm == SIDES, levels, pair)
     if rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE:
         add_few(out, codes, n, value, scale, levels, alphabet)
+    elif rounding == UNIFORM and alphabet > 2:
+        _add_even(out, codes, n, value, scale, alphabet)
     else:
         decode_codes(codes, n, value, rounding, table, alphabet, decoded)
         _add(out, n, scale, decoded)

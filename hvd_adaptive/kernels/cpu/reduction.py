@@ -23,7 +23,14 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_received
 from hvd_adaptive.kernels.cpu.compiling import kernel
-from hvd_adaptive.kernels.cpu.intrinsics import float32_pointer, load_u8, load_u32, store_u8
+from hvd_adaptive.kernels.cpu.intrinsics import (
+    fence,
+    float32_pointer,
+    load_u8,
+    load_u32,
+    store_u8,
+    stream,
+)
 from hvd_adaptive.kernels.cpu.packing import bytes_of_codes, group_size, pack_codes, unpack_codes
 from hvd_adaptive.kernels.cpu.quantized import (
     add_block,
@@ -169,12 +176,21 @@ def _copy(source, target, n):
 
 
 @kernel
-def _leave(values, n, decoded, x, before):
-    """before = x, and then x = values - decoded."""
+def _keep(x, before, n):
+    """before = x, past the cache: it is seldom read. A fence must follow."""
+    head = min(n, (-before & 31) >> 2)
+    _copy(x, before, head)
+    whole = head + ((n - head) & ~7)
+    for i in range(head, whole, 8):
+        stream(x + 4 * i, before + 4 * i)
+    _copy(x + 4 * whole, before + 4 * whole, n - whole)
+
+
+@kernel
+def _leave(values, n, decoded, x):
+    """x = values - decoded."""
     a, b = carray(float32_pointer(values), n), carray(float32_pointer(x), n)
-    c = carray(float32_pointer(before), n)
     for i in range(n):
-        c[i] = b[i]
         b[i] = a[i] - decoded[i]
 
 
@@ -214,7 +230,8 @@ def _encode_chunk(x, before, totals, first, size, encoding, rule, norms, packed,
         _encode_block(values, count, at, norms, encoding, rule, codes[ready:], work)
         norms = after
         if x:
-            _leave(values, count, decoded, mine, before + 4 * at)
+            _keep(mine, before + 4 * at, count)
+            _leave(values, count, decoded, mine)
         ready += count
         packed = pack_codes(codes_address, ready // group, bits, alphabet, packed)
         ready = move_down(codes, ready, ready // group * group)
@@ -249,6 +266,7 @@ def _reduce_layer(places, x, before, n, encoding, rule, tables, decoders, out, r
             )
             done, finite = start + coded, coded == size
     if x:
+        fence()
         if not (sound and finite):
             _copy(before, x, done)
         _copy(x + 4 * done, before + 4 * done, n - done)
