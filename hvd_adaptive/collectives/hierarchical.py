@@ -90,6 +90,7 @@ class Hierarchical(Scheme):
         answer = yield from _reduce_chunk(shots, bucket, chunks)
         gathered = yield Request("allgather", answer, group="node")
         bodies, _ = wire.split_frames(gathered, bucket.index, len(bucket.layers), chunks.ranks)
+        _check_sizes(bodies, bucket, chunks)
         finite = ~_marks_of(bodies, bucket)
         shots.settle(finite[list(chunks.positions)])
         size = 4 * chunks.width
@@ -156,7 +157,7 @@ def _gather_feedback(bucket: Bucket, chunks: Chunks, io: BucketIO) -> Steps:
 def _reduce_chunk(shots: Shots, bucket: Bucket, chunks: Chunks) -> Generator[Request, Tensor, Tensor]:
     """What the node is told of this rank's chunk: its sum over all ranks, and layers not finite."""
     sums = torch.zeros(chunks.width, device=bucket.device)
-    marks = torch.zeros(-len(bucket.layers) % 4 + len(bucket.layers), dtype=torch.uint8)
+    marks = torch.zeros(_mark_bytes(bucket), dtype=torch.uint8)
     try:
         found = yield from shots.exchange(chunks.own_pieces(sums))
     except (WireError, TooLargeError) as error:
@@ -168,11 +169,26 @@ def _reduce_chunk(shots: Shots, bucket: Bucket, chunks: Chunks) -> Generator[Req
     return wire.frame(body, bucket.index, len(bucket.layers))
 
 
+def _mark_bytes(bucket: Bucket) -> int:
+    """Bytes of the layers' marks: one each, filled up so that float32 after them are aligned."""
+    count = len(bucket.layers)
+    return -count % 4 + count
+
+
+def _check_sizes(bodies: list[Tensor], bucket: Bucket, chunks: Chunks) -> None:
+    """WireError unless all hold a chunk and the layers' marks."""
+    wanted = 4 * chunks.width + _mark_bytes(bucket)
+    for rank, body in enumerate(bodies):
+        if body.numel() != wanted:
+            raise WireError(
+                f"damaged frame: the chunk of local rank {rank} of bucket {bucket.index} has "
+                f"{body.numel()} bytes instead of {wanted}"
+            )
+
+
 def _marks_of(bodies: list[Tensor], bucket: Bucket) -> Marks:
     """The layers that are not finite in some chunk; all of a segment that is compressed together."""
-    count = len(bucket.layers)
-    padded = -count % 4 + count
-    rows = [body[body.numel() - padded :].cpu().numpy()[:count] for body in bodies]
+    rows = [body[-_mark_bytes(bucket) :].cpu().numpy()[: len(bucket.layers)] for body in bodies]
     marks: Marks = np.any(rows, axis=0)
     for segment in bucket.segments:
         if segment.compressor.whole_model and marks[segment.start : segment.stop].any():
