@@ -12,18 +12,19 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket
-from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
 from hvd_adaptive.collectives.chunks import Chunks
+from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.two_shot import Marks, Shots, TwoShot
-from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.comm.topology import Topology
-from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire
 
 
 @dataclass(frozen=True)
-class Hierarchical(Scheme):
+class Hierarchical(EncodedScheme):
     """Dense sums inside a node, two-shot between nodes, of one chunk for each rank of a node.
 
     1. A bucket is cut into as many chunks as a node has ranks. By an alltoall inside the node, each
@@ -56,7 +57,6 @@ class Hierarchical(Scheme):
     level: float = 0.0
 
     name = "hierarchical"
-    carries = PayloadKind.ENCODED
     shots = 4
     recompresses = True
 
@@ -99,6 +99,28 @@ class Hierarchical(Scheme):
             work[position].fill_(math.nan)
         io.feedback.finish(bucket, work, finite.tolist())
         hand_over(bucket, work, grads, io)
+
+    def seconds(self, work: Workload, ranks: int, link: LinkCosts) -> float:
+        """Two dense operations in the node, and a two-shot of a chunk, which is all that is compressed.
+
+        Where costs are not of nodes and between them: those of two-shot.
+        """
+        if link.layers is None:
+            return self._between_nodes().seconds(work, ranks, link)
+        size, node, codec = link.layers.ranks_per_node, link.layers.node, work.codec
+        dense = 4.0 * work.numel
+        inside = (
+            node.alltoall
+            + node.alltoall_byte * operation_bytes("alltoall", dense, dense, size)
+            + node.allgather
+            + node.allgather_byte * operation_bytes("allgather", dense / size, dense, size)
+        )
+        chunk = Workload(work.numel // size, work.nbytes / size, codec)
+        between = self._between_nodes().seconds(chunk, ranks // size, link.layers.peers)
+        # every element is added once in the node, and written once at the end
+        adding = 2 * codec.decompress * work.numel
+        saved = codec.compress * (work.numel - chunk.numel)
+        return inside + between + adding - saved
 
     def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """A two-shot of a chunk between the nodes; what stays inside a node is not counted."""
