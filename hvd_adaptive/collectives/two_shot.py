@@ -293,7 +293,7 @@ def _decode(
     marks = np.zeros(len(work), np.bool_)
     for own, parts in zip(codes, shards.parts, strict=True):
         for part, code in zip(parts, own, strict=True):
-            views = part.views(flats, shards.offsets)
+            views = part.views(flats, io.buffers.offsets)
             found = encoder_of(part.segment).decompress_layers_sum_([code], views, io.scale)
             marks[np.array(part.layers)[found]] = True
     return marks
@@ -307,7 +307,7 @@ def _clear_sent(bucket: Bucket, sent: _Sent, shards: Shards, finite: Marks, io: 
             for part, body in zip(parts, bodies, strict=True):
                 compressor = part.segment.compressor
                 assert isinstance(compressor, ClearsSent), part.segment
-                compressor.clear_layers_(body, part.views(views, shards.offsets))
+                compressor.clear_layers_(body, part.views(views, io.buffers.offsets))
 
     io.feedback.clear_sent(bucket, clear, finite.tolist())
 
@@ -324,7 +324,7 @@ def _restore(
     own = [torch.zeros_like(each).view(-1) for each in local]
     for parts, bodies in zip(shards.parts, sent.bodies, strict=True):
         for part, body in zip(parts, bodies, strict=True):
-            views = part.views(own, shards.offsets)
+            views = part.views(own, io.buffers.offsets)
             marks = encoder_of(part.segment).decompress_layers_add_(body, views, 1.0)
             for piece in np.flatnonzero(marks).tolist():
                 views[piece].zero_()  # a mark that stands for several layers: nothing was sent

@@ -225,3 +225,14 @@ def test_a_compressor_is_timed(spec: str) -> None:
 def test_a_scheme_that_does_not_fit_is_refused(compression: str, scheme: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VirtualRanks(2, Layers().named_parameters(), compression, scheme=scheme)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argument", ["overrides", "compression"])
+def test_a_scheme_among_the_options_of_a_compressor_is_told_where_to_go(argument: str) -> None:
+    text = "topk:density=0.01,scheme=two_shot"
+    options: dict[str, Any] = {"compression": "topk", argument: text}
+    if argument == "overrides":
+        options[argument] = {"wide": text}
+    message = rf"{argument}: .*as in scheme=.'PATTERN': 'two_shot', '.': 'allgather'."
+    with pytest.raises(ValueError, match=message):
+        VirtualRanks(2, Layers().named_parameters(), **options)
