@@ -202,7 +202,7 @@ def parse_as(argument: str, spec: Spec) -> Compressor:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         if isinstance(spec, str) and (found := _SCHEME_OPTION.search(spec)):
             raise kind(
-                f"{argument}: {spec!r}: a scheme is no option of a compressor: give it to layers by name, "
-                f"as in scheme={{'PATTERN': {found[1]!r}, '*': {DEFAULT_SCHEME!r}}}"
+                f"{argument}: {spec!r}: a scheme is no option of a compressor: give it to layers by "
+                f"name, as in scheme={{'PATTERN': {found[1]!r}, '*': {DEFAULT_SCHEME!r}}}"
             ) from None
         raise kind(f"{argument}: {error}") from None

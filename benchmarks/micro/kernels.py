@@ -322,7 +322,7 @@ def quantized(numel: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def owners(numel: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Memcpys of a shard that its owner takes: sum, encode, keep the remainder; in two passes and one."""
+    """Memcpys of a shard that its owner takes to sum, encode and keep the remainder: in two passes."""
     bucket, copy = setup(1, numel, 0.01), torch.empty(numel)
     figures = {}
     for spec, ranks in itertools.product(OWNERS, OWNER_RANKS):
