@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.compressors.base import CastCompressor, Compressor, Level
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES, frame_bytes
@@ -79,6 +81,11 @@ class Bucket:
     def numel(self) -> int:
         """Number of elements of all layers."""
         return sum(layer.numel for layer in self.layers)
+
+    @property
+    def offsets(self) -> Int64s:
+        """``int64[L + 1]``: where the layers begin in its flat buffer, and where the last one ends."""
+        return np.cumsum([0, *(layer.numel for layer in self.layers)], dtype=np.int64)
 
     def wire_bytes(self, segment: Segment, levels: Sequence[Level] | None = None) -> list[int]:
         """What the compressor of a segment foresees of each of its layers.

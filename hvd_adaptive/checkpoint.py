@@ -13,6 +13,7 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ``owned``               of some layers, pieces of what the rank owns of sums that were compressed
                         again: where each begins, and 1-D float32; in the units of a sum over the ranks
 ``shards``      shared  how buckets are shared out among the owners of their sums, by their first layer
+``costs``       shared  what ``scheme="auto"`` has measured; None where it has not. May be missing
 ``rates``               of some layers, the learning rate with which the residual was kept
 ``last_rates``          the learning rates of the last step
 ``learn_next``  shared  whether compressors that learn do so in the next step
@@ -90,6 +91,7 @@ def check_state(state: Any, run: Run | None = None) -> None:
     if type(state.get("format")) is not int or state["format"] != STATE_FORMAT:
         raise _refused("format", f"is {_shown(state.get('format'))}, expected {STATE_FORMAT}")
     _STATE(state, "")
+    _maybe(_COSTS)(state.get("costs"), "costs")
     _check_routes(state)
     _check_owners(state)
     codecs = _check_codecs(state)
@@ -114,6 +116,7 @@ def shared(state: Mapping[str, Any]) -> dict[str, str]:
         items.remove("levels")
     found = {key: state[key] for key in ("format", "rounds", "order", "routes", "learn_next")}
     found |= {"planned": assigned, "codecs": state["codecs"], "shards": state["shards"]}
+    found["costs"] = state.get("costs")
     found |= {f"controller['{key}']": controller[key] for key in items if key in controller}
     return {key: _brief(value) for key, value in found.items()}
 
@@ -173,7 +176,7 @@ def merge_compression_states(states: Sequence[Mapping[str, Any]]) -> dict[str, A
         name: {slot: _mean(states, name, slot) for slot in slots}
         for name, slots in states[0]["kept"].items()
     }
-    return {**states[0], "kept": kept, "owned": {}, "shards": {}}
+    return {**states[0], "kept": kept, "owned": {}, "shards": {}, "costs": None}
 
 
 def _with_owned(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -383,6 +386,22 @@ _PILOT = _record(
     sampled=_count,
     # of each layer: sums, of how many gradients, and their sum where they are accumulated
     measured=_by_name(_row(_list_of(_number), _count, _maybe(_values([torch.float32])))),
+)
+_OPERATIONS = {
+    "allgather": _number,
+    "alltoall": _number,
+    "allgather_byte": _number,
+    "alltoall_byte": _number,
+}
+_COSTS = _record(
+    ranks=_row(_count, _count),
+    link=_record(
+        **_OPERATIONS,
+        layers=_maybe(
+            _record(ranks_per_node=_count, node=_record(**_OPERATIONS), peers=_record(**_OPERATIONS))
+        ),
+    ),
+    codecs=_by_name(_record(compress=_number, decompress=_number, decompress_byte=_number)),
 )
 _STATE = _record(
     rounds=_count,

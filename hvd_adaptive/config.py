@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -29,6 +30,7 @@ Spec: TypeAlias = str | Compressor | type[Compressor]
 DEFAULT_SCHEME = "allgather"
 """Of what is encoded, where the user names none."""
 
+_SCHEME_OPTION = re.compile(r"[:,]\s*scheme\s*=\s*([^,]*)")
 SMALL_NUMEL = 1024
 """Tensors under this size, and biases and norms, are sent dense: they are under 1 % of a model's bytes
 and lose most by compression."""
@@ -101,7 +103,10 @@ class CompressionConfig:
         for each in schemes.values():
             check_scheme(each)
         choice = cls(
-            parse(compression), rows, feedback_rules.parse(feedback), schemes=tuple(schemes.items())
+            parse_as("compression", compression),
+            rows,
+            feedback_rules.parse(feedback),
+            schemes=tuple(schemes.items()),
         )
         choice._check_feedback()
         choice._check_levels_of_sums()
@@ -195,4 +200,9 @@ def parse_as(argument: str, spec: Spec) -> Compressor:
         return parse(spec)
     except (ValueError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
+        if isinstance(spec, str) and (found := _SCHEME_OPTION.search(spec)):
+            raise kind(
+                f"{argument}: {spec!r}: a scheme is no option of a compressor: give it to layers by "
+                f"name, as in scheme={{'PATTERN': {found[1]!r}, '*': {DEFAULT_SCHEME!r}}}"
+            ) from None
         raise kind(f"{argument}: {error}") from None

@@ -28,11 +28,11 @@ from hvd_adaptive.arguments import (
     is_registered,
     warn_without_dense_steps,
 )
-from hvd_adaptive.collectives import reduces_in_nodes
+from hvd_adaptive.collectives import AUTO, reduces_in_nodes
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import HorovodChannel, open_channel
 from hvd_adaptive.comm.excepthook import name_this_rank
-from hvd_adaptive.comm.node_groups import NodeGroups, node_groups
+from hvd_adaptive.comm.node_groups import REMEDY, NodeGroups, node_groups
 from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.comm.watchdog import watch
 from hvd_adaptive.compressors import Compression
@@ -215,13 +215,14 @@ def _reducer(
     """What reduces the gradients; in an elastic run, among ranks that come and go."""
     process_set, options = arguments.process_set, checked.options
     elastic = active and is_elastic()
-    nodes = _nodes(checked.config, control, process_set, active)
+    nodes, obstacle = _nodes(checked.config, control, process_set, active)
     transport = Transport(
         arguments.op,
         process_set,
         float(arguments.gradient_predivide_factor),
         nodes.topology if nodes else None,
         nodes.sets if nodes else None,
+        obstacle,
     )
     exchange = Exchange(transport, meter, prefix, int(arguments.seed), hvd.rank())
 
@@ -255,28 +256,35 @@ def _reducer(
 
 def _nodes(
     config: CompressionConfig, control: Control, process_set: hvd.ProcessSet, active: bool
-) -> NodeGroups | None:
-    """The nodes of the ranks, where a scheme reduces in a node first; else None.
+) -> tuple[NodeGroups | None, str]:
+    """The nodes of the ranks, where a scheme reduces in a node first or may do so; and why none does.
 
-    Where nothing is to be gained from that, rank 0 says why, once.
+    Where nothing is to be gained from that, rank 0 warns, once, if such a scheme was named.
     """
-    if not active or not any(map(reduces_in_nodes, config.scheme_texts)):
-        return None
+    named = any(map(reduces_in_nodes, config.scheme_texts))
+    if not active or not (named or AUTO in config.scheme_texts):
+        return None, ""
     nodes = None
     if is_elastic():
         obstacle = "ranks come and go in an elastic run"
     elif process_set.process_set_id != 0:
         obstacle = "the optimizer has a process set of its own"
     else:
-        nodes = node_groups(control)
-        obstacle = nodes.topology.obstacle
-    if obstacle and control.rank == 0:
+        try:
+            nodes = node_groups(control)
+        except ValueError:
+            if named:
+                raise
+            obstacle = f"there are no process sets of nodes: {REMEDY}"
+        else:
+            obstacle = nodes.topology.obstacle
+    if obstacle and named and control.rank == 0:
         warnings.warn(
             f"scheme 'hierarchical' reduces as 'two_shot' here: {obstacle}",
             RuntimeWarning,
             stacklevel=5,
         )
-    return nodes
+    return nodes, obstacle
 
 
 def _mean(name: str, process_set: hvd.ProcessSet, value: Tensor) -> Tensor:

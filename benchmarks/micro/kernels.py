@@ -1,6 +1,6 @@
 """What the kernels cost, in memcpys of the tensor and against torch.topk, on one thread.
 
-Six questions:
+Seven questions:
 
 1. One layer of 25 million float32: how long do accumulate + select + encode + remainder take, how
    long does decoding take, and how many bits does a value need against the entropy?
@@ -9,6 +9,8 @@ Six questions:
 4. What do the other selection rules cost, and the error tables of 100 levels?
 5. How much faster is compressing a payload further than compressing the tensor again?
 6. What do the quantizers cost, and how many bits does a value need?
+7. What does the owner of a shard pay to sum all ranks' payloads and to compress the sum again, in one
+   pass and in two?
 
 Contestants take turns within one run, and ratios are of their fastest turns: the machine may be busy.
 
@@ -19,6 +21,7 @@ Contestants take turns within one run, and ratios are of their fastest turns: th
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -82,6 +85,9 @@ QUANTIZE_TARGETS = {
     "amq": {"compress": 8.0, "decompress": 4.0},
 }
 """Most memcpys of the tensor that a quantizer may take."""
+OWNERS = ("qsgd:bits=4", "alq:bits=3", "topk:density=0.01")
+"""What is summed and compressed again by the owner of a shard."""
+OWNER_RANKS = (4, 16)
 COPIES_TARGET = 8.0
 SPEEDUP_TARGET = 15.0
 BITS_TARGETS = {ValueFormat.int8: 17.0, ValueFormat.fp16: 25.0, ValueFormat.bf16: 25.0}
@@ -315,6 +321,33 @@ def quantized(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     }
 
 
+def owners(numel: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Memcpys of a shard that its owner takes to sum, encode and keep the remainder: in two passes."""
+    bucket, copy = setup(1, numel, 0.01), torch.empty(numel)
+    figures = {}
+    for spec, ranks in itertools.product(OWNERS, OWNER_RANKS):
+        member = cast(GatheredCompressor, parse(spec))
+        batch = LayerBatch(bucket.x, bucket.offsets, [member.level])
+        bodies = []
+        for rank in range(ranks):
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+            keys = np.array([rank], np.uint64)
+            body, _ = member.compress_layers_(LayerBatch(x, bucket.offsets, [member.level], keys=keys))
+            bodies.append(body)
+        turns: dict[str, Callable[[], object]] = {
+            "memcpy": lambda: copy.copy_(bucket.start),
+            "two passes": lambda m=member, b=bodies, x=batch: GatheredCompressor.reduce_layers_(
+                m, b, x, keeps=True
+            ),
+            "as it is": lambda m=member, b=bodies, x=batch: m.reduce_layers_(b, x, keeps=True),
+        }
+        seconds = take_turns(turns, repeats, bucket.refill)
+        figures[f"{spec}, {ranks} ranks"] = {
+            name: seconds[name] / seconds["memcpy"] for name in ("two passes", "as it is")
+        }
+    return figures
+
+
 def multi_level_turns(
     compressor: Compressor, x: Tensor, spare: Tensor
 ) -> dict[str, Callable[[], object]]:
@@ -458,6 +491,8 @@ def measure(quick: bool) -> dict[str, Any]:
 
     quantizers = quantized(numel, repeats)
     print_rows("memcpys of the tensor, and bits", quantizers)
+    owned = owners(numel // 12, repeats)
+    print_rows(f"memcpys of a shard of {numel // 12:,}, to sum and compress again", owned)
     return {
         "numel": numel,
         "large": {f"{density:g}": rows for density, rows in large.items()},
@@ -466,6 +501,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "rules": ruled,
         "multi_level": levels,
         "quantizers": quantizers,
+        "owners": owned,
     }
 
 

@@ -69,9 +69,17 @@ def scheme_for(kind: PayloadKind, encoded: str = AllGather.name) -> str:
     return next(name for name, scheme in SCHEMES.items() if scheme.carries is kind)
 
 
-def encoded_schemes() -> dict[str, EncodedScheme]:
-    """The schemes of encoded payloads, by name, with their options at their defaults."""
-    made = {name: scheme_named(name) for name in SCHEMES}
+def encoded_schemes(in_nodes: bool = False) -> dict[str, EncodedScheme]:
+    """The schemes of encoded payloads, by name, with their options at their defaults.
+
+    Args:
+        in_nodes: also those that reduce in a node first.
+
+    Example:
+        >>> list(encoded_schemes()), list(encoded_schemes(in_nodes=True))
+        (['allgather', 'two_shot'], ['allgather', 'two_shot', 'hierarchical'])
+    """
+    made = {name: scheme_named(name) for name in SCHEMES if in_nodes or not reduces_in_nodes(name)}
     return {name: scheme for name, scheme in made.items() if isinstance(scheme, EncodedScheme)}
 
 

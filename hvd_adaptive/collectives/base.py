@@ -48,8 +48,7 @@ class Buffers:
 
     def __init__(self, bucket: Bucket, per_rank_levels: bool = False) -> None:
         self._bucket, self.per_rank_levels = bucket, per_rank_levels
-        sizes = [layer.numel for layer in bucket.layers]
-        self.offsets: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
+        self.offsets = bucket.offsets
         self.dense_bytes = bucket.dense_bytes
         self._shards: Shards | None = None
         self._balance = Balance([])

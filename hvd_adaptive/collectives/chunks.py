@@ -107,7 +107,7 @@ class Chunks:
     @cached_property
     def _rows(self) -> tuple[_Row, ...]:
         """The pieces of all chunks."""
-        offsets, bounds = self._shards.offsets.tolist(), self.bounds
+        offsets, bounds = self.bucket.offsets.tolist(), self.bounds
         rows = []
         for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
             for layer, (begin, end) in enumerate(itertools.pairwise(offsets)):

@@ -12,18 +12,19 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket
-from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
 from hvd_adaptive.collectives.chunks import Chunks
+from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.two_shot import Marks, Shots, TwoShot
-from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.comm.topology import Topology
-from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire
 
 
 @dataclass(frozen=True)
-class Hierarchical(Scheme):
+class Hierarchical(EncodedScheme):
     """Dense sums inside a node, two-shot between nodes, of one chunk for each rank of a node.
 
     1. A bucket is cut into as many chunks as a node has ranks. By an alltoall inside the node, each
@@ -56,7 +57,6 @@ class Hierarchical(Scheme):
     level: float = 0.0
 
     name = "hierarchical"
-    carries = PayloadKind.ENCODED
     shots = 4
     recompresses = True
 
@@ -90,6 +90,7 @@ class Hierarchical(Scheme):
         answer = yield from _reduce_chunk(shots, bucket, chunks)
         gathered = yield Request("allgather", answer, group="node")
         bodies, _ = wire.split_frames(gathered, bucket.index, len(bucket.layers), chunks.ranks)
+        _check_sizes(bodies, bucket, chunks)
         finite = ~_marks_of(bodies, bucket)
         shots.settle(finite[list(chunks.positions)])
         size = 4 * chunks.width
@@ -98,6 +99,28 @@ class Hierarchical(Scheme):
             work[position].fill_(math.nan)
         io.feedback.finish(bucket, work, finite.tolist())
         hand_over(bucket, work, grads, io)
+
+    def seconds(self, work: Workload, ranks: int, link: LinkCosts) -> float:
+        """Two dense operations in the node, and a two-shot of a chunk, which is all that is compressed.
+
+        Where costs are not of nodes and between them: those of two-shot.
+        """
+        if link.layers is None:
+            return self._between_nodes().seconds(work, ranks, link)
+        size, node, codec = link.layers.ranks_per_node, link.layers.node, work.codec
+        dense = 4.0 * work.numel
+        inside = (
+            node.alltoall
+            + node.alltoall_byte * operation_bytes("alltoall", dense, dense, size)
+            + node.allgather
+            + node.allgather_byte * operation_bytes("allgather", dense / size, dense, size)
+        )
+        chunk = Workload(work.numel // size, work.nbytes / size, codec)
+        between = self._between_nodes().seconds(chunk, ranks // size, link.layers.peers)
+        # every element is added once in the node, and written once at the end
+        adding = 2 * codec.decompress * work.numel
+        saved = codec.compress * (work.numel - chunk.numel)
+        return inside + between + adding - saved
 
     def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """A two-shot of a chunk between the nodes; what stays inside a node is not counted."""
@@ -156,7 +179,7 @@ def _gather_feedback(bucket: Bucket, chunks: Chunks, io: BucketIO) -> Steps:
 def _reduce_chunk(shots: Shots, bucket: Bucket, chunks: Chunks) -> Generator[Request, Tensor, Tensor]:
     """What the node is told of this rank's chunk: its sum over all ranks, and layers not finite."""
     sums = torch.zeros(chunks.width, device=bucket.device)
-    marks = torch.zeros(-len(bucket.layers) % 4 + len(bucket.layers), dtype=torch.uint8)
+    marks = torch.zeros(_mark_bytes(bucket), dtype=torch.uint8)
     try:
         found = yield from shots.exchange(chunks.own_pieces(sums))
     except (WireError, TooLargeError) as error:
@@ -168,11 +191,26 @@ def _reduce_chunk(shots: Shots, bucket: Bucket, chunks: Chunks) -> Generator[Req
     return wire.frame(body, bucket.index, len(bucket.layers))
 
 
+def _mark_bytes(bucket: Bucket) -> int:
+    """Bytes of the layers' marks: one each, filled up so that float32 after them are aligned."""
+    count = len(bucket.layers)
+    return -count % 4 + count
+
+
+def _check_sizes(bodies: list[Tensor], bucket: Bucket, chunks: Chunks) -> None:
+    """WireError unless all hold a chunk and the layers' marks."""
+    wanted = 4 * chunks.width + _mark_bytes(bucket)
+    for rank, body in enumerate(bodies):
+        if body.numel() != wanted:
+            raise WireError(
+                f"damaged frame: the chunk of local rank {rank} of bucket {bucket.index} has "
+                f"{body.numel()} bytes instead of {wanted}"
+            )
+
+
 def _marks_of(bodies: list[Tensor], bucket: Bucket) -> Marks:
     """The layers that are not finite in some chunk; all of a segment that is compressed together."""
-    count = len(bucket.layers)
-    padded = -count % 4 + count
-    rows = [body[body.numel() - padded :].cpu().numpy()[:count] for body in bodies]
+    rows = [body[-_mark_bytes(bucket) :].cpu().numpy()[: len(bucket.layers)] for body in bodies]
     marks: Marks = np.any(rows, axis=0)
     for segment in bucket.segments:
         if segment.compressor.whole_model and marks[segment.start : segment.stop].any():

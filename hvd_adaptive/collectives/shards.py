@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +33,11 @@ class Part:
     layers: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return int(self.edges[-1] - self.edges[0])
+
+    @property
     def levels(self) -> list[float]:
         """Of the pieces."""
         return [self.segment.levels[layer - self.segment.start] for layer in self.layers]
@@ -46,11 +50,6 @@ class Part:
                 self.layers, self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True
             )
         ]
-
-    def views_of(self, shard: Tensor, start: int) -> list[Tensor]:
-        """The pieces, of a shard that begins at ``start`` of the flat buffer."""
-        edges = (self.edges - start).tolist()
-        return [shard[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,15 @@ class Shards:
     bounds: tuple[int, ...]
 
     @cached_property
-    def offsets(self) -> Int64s:
-        """Where the layers begin."""
-        sizes = [layer.numel for layer in self.bucket.layers]
-        return np.cumsum([0, *sizes], dtype=np.int64)
-
-    @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
         """Of each shard, its parts; segments of which it holds nothing are left out."""
-        edges = np.unique(np.concatenate([self.offsets, np.array(self.bounds, np.int64)]))
+        offsets = self.bucket.offsets
+        edges = np.unique(np.concatenate([offsets, np.array(self.bounds, np.int64)]))
         return tuple(
             tuple(
-                Part(
-                    segment, own, tuple((np.searchsorted(self.offsets, own[:-1], "right") - 1).tolist())
-                )
+                Part(segment, own, tuple((np.searchsorted(offsets, own[:-1], "right") - 1).tolist()))
                 for segment in self.bucket.segments
-                if len(own := self._within(edges, rank, segment)) > 1
+                if len(own := self._within(edges, offsets, rank, segment)) > 1
             )
             for rank in range(len(self.bounds) - 1)
         )
@@ -95,9 +87,9 @@ class Shards:
             for parts in self.parts
         ]
 
-    def _within(self, edges: Int64s, rank: int, segment: Segment) -> Int64s:
-        first = max(self.bounds[rank], int(self.offsets[segment.start]))
-        last = min(self.bounds[rank + 1], int(self.offsets[segment.stop]))
+    def _within(self, edges: Int64s, offsets: Int64s, rank: int, segment: Segment) -> Int64s:
+        first = max(self.bounds[rank], int(offsets[segment.start]))
+        last = min(self.bounds[rank + 1], int(offsets[segment.stop]))
         return edges[(edges >= first) & (edges <= last)] if last > first else edges[:0]
 
 
@@ -133,15 +125,15 @@ def cut(bucket: Bucket, weights: npt.ArrayLike, ranks: int) -> Shards:
         >>> cut(bucket, [1.0, 3.0], 4).bounds
         (0, 4096, 5632, 6656, 8192)
     """
-    sizes = np.array([layer.numel for layer in bucket.layers], np.int64)
+    sizes = np.diff(bucket.offsets)
     loads = np.cumsum([0.0, *(sizes * np.maximum(np.asarray(weights, np.float64), 1e-9))])
-    return _cut_at_equal_loads(bucket, np.cumsum([0, *sizes]), loads, ranks)
+    return _cut_at_equal_loads(bucket, bucket.offsets, loads, ranks)
 
 
 def _cut_at_equal_loads(bucket: Bucket, places: Int64s, loads: Float64s, ranks: int) -> Shards:
     """Cut where equal shares of what is loaded up to some places end, at whole grains of a layer."""
-    sizes = np.array([layer.numel for layer in bucket.layers], np.int64)
-    offsets = np.cumsum([0, *sizes])
+    offsets = bucket.offsets
+    sizes = np.diff(offsets)
     wanted = np.interp(loads[-1] * np.arange(1, ranks) / ranks, loads, places)
     layers = np.clip(np.searchsorted(offsets, wanted, "right") - 1, 0, max(0, len(sizes) - 1))
     starts, ends = offsets[layers], offsets[layers + 1] if len(sizes) else offsets[layers]

@@ -26,8 +26,7 @@ from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Part, Shards
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Group, Request, operation_bytes
-from hvd_adaptive.compressors.base import ClearsSent, LayerBatch
-from hvd_adaptive.kernels.floats import CANCELLED
+from hvd_adaptive.compressors.base import ClearsSent, LayerBatch, Reduced
 from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire
 
@@ -218,68 +217,52 @@ class _Owned:
         self._bucket, self._io, self._level = bucket, io, level
         self._parts = shards.parts[io.place]
         self._start, self._stop = shards.bounds[io.place : io.place + 2]
-        self._total = torch.zeros(self._stop - self._start, device=bucket.device)
         self._residual = residual
-        self._bodies: list[Tensor] = []
-        self._marks: list[Marks] = []
+        self._reduced: list[Reduced] = []
 
     def reduce(self, received: Tensor) -> Tensor:
         """The frame that all ranks get; what is wrong with what this one got is told to all of them."""
         bucket, ranks = self._bucket, self._io.ranks
         try:
             frames, nonfinite = wire.split_frames(received, bucket.index, len(bucket.layers), ranks)
-            self._sum(frames)
+            codes = [wire.split_parts(frame, len(self._parts)) for frame in frames]
+            for part, of_all in zip(self._parts, zip(*codes, strict=True), strict=True):
+                self._reduced.append(self._reduce(part, of_all))
         except (WireError, TooLargeError) as error:
+            for each in self._reduced:  # parts before the damaged one
+                each.undo(np.flatnonzero(~each.nonfinite).tolist())
             return wire.refused(str(error), bucket.index, len(bucket.layers))
-        for part in self._parts:
-            self._compress(part)
-        marked = nonfinite or any(marks.any() for marks in self._marks)
+        marked = nonfinite or any(each.nonfinite.any() for each in self._reduced)
         load = torch.frombuffer(bytearray(_LOAD.pack(received.numel())), dtype=torch.uint8)
-        parts = [*self._bodies, load.to(bucket.device)]
+        parts = [*(each.body for each in self._reduced), load.to(bucket.device)]
         return torch.cat(_frame_of(parts, bucket, ranks, marked))
 
-    def _sum(self, frames: Sequence[Tensor]) -> None:
-        codes = [wire.split_parts(frame, len(self._parts)) for frame in frames]
-        for part, of_all in zip(self._parts, zip(*codes, strict=True), strict=True):
-            views = part.views_of(self._total, self._start)
-            encoder_of(part.segment).decompress_layers_sum_(of_all, views, 1.0)
-
-    def _compress(self, part: Part) -> None:
-        """What is left stays in the residual, where there is one."""
+    def _reduce(self, part: Part, bodies: Sequence[Tensor]) -> Reduced:
+        """Sum one part and compress the sum; what is left stays in the residual, where there is one."""
         compressor = encoder_of(part.segment)
         keeps = self._residual is not None and part.segment.keeps
-        x = self._residual if self._residual is not None and keeps else self._total
-        levels = [self._level or level for level in part.levels]
-        body, stats = compressor.compress_layers_(
-            LayerBatch(
-                x,
-                part.edges - self._start,
-                levels,
-                part.views_of(self._total, self._start) if keeps else None,
-                keys=_keys(self._bucket, part, self._io) if compressor.draws else None,
-                state=self._io.codec_states.get(compressor.state_key),
-                learns=False,
-                rotation=rng.rotation_key(self._io.seed, self._io.step),
-            )
+        x, start = self._residual, self._start
+        if x is None or not keeps:
+            x, start = torch.empty(part.numel, device=self._bucket.device), int(part.edges[0])
+        batch = LayerBatch(
+            x,
+            part.edges - start,
+            [self._level or level for level in part.levels],
+            keys=_keys(self._bucket, part, self._io) if compressor.draws else None,
+            state=self._io.codec_states.get(compressor.state_key),
+            learns=False,
+            rotation=rng.rotation_key(self._io.seed, self._io.step),
         )
-        self._bodies.append(body)
-        self._marks.append(stats.nonfinite)
+        return compressor.reduce_layers_(bodies, batch, keeps)
 
     def restore(self, finite: Marks) -> None:
-        """Take back what was kept of layers that are not finite: remainder + sent - sum."""
+        """Take back what was kept of layers that are not finite."""
         if self._residual is None:
             return
-        for part, body, marks in zip(self._parts, self._bodies, self._marks, strict=True):
-            undo = ~finite[list(part.layers)] & ~marks
-            if not part.segment.keeps or not undo.any():
-                continue
-            totals = part.views_of(self._total, self._start)
-            kept = part.views_of(self._residual, self._start)
-            own = [torch.zeros_like(total) for total in totals]
-            encoder_of(part.segment).decompress_layers_add_(body, own, 1.0)
-            for piece in np.flatnonzero(undo).tolist():
-                back = kept[piece].add_(own[piece]).sub_(totals[piece])
-                back[back.abs() <= CANCELLED * totals[piece].abs()] = 0.0
+        for part, reduced in zip(self._parts, self._reduced, strict=True):
+            undo = ~finite[list(part.layers)] & ~reduced.nonfinite
+            if part.segment.keeps and undo.any():
+                reduced.undo(np.flatnonzero(undo).tolist())
 
 
 def _keys(bucket: Bucket, part: Part, io: BucketIO) -> npt.NDArray[np.uint64]:
@@ -310,7 +293,7 @@ def _decode(
     marks = np.zeros(len(work), np.bool_)
     for own, parts in zip(codes, shards.parts, strict=True):
         for part, code in zip(parts, own, strict=True):
-            views = part.views(flats, shards.offsets)
+            views = part.views(flats, io.buffers.offsets)
             found = encoder_of(part.segment).decompress_layers_sum_([code], views, io.scale)
             marks[np.array(part.layers)[found]] = True
     return marks
@@ -324,7 +307,7 @@ def _clear_sent(bucket: Bucket, sent: _Sent, shards: Shards, finite: Marks, io: 
             for part, body in zip(parts, bodies, strict=True):
                 compressor = part.segment.compressor
                 assert isinstance(compressor, ClearsSent), part.segment
-                compressor.clear_layers_(body, part.views(views, shards.offsets))
+                compressor.clear_layers_(body, part.views(views, io.buffers.offsets))
 
     io.feedback.clear_sent(bucket, clear, finite.tolist())
 
@@ -341,7 +324,7 @@ def _restore(
     own = [torch.zeros_like(each).view(-1) for each in local]
     for parts, bodies in zip(shards.parts, sent.bodies, strict=True):
         for part, body in zip(parts, bodies, strict=True):
-            views = part.views(own, shards.offsets)
+            views = part.views(own, io.buffers.offsets)
             marks = encoder_of(part.segment).decompress_layers_add_(body, views, 1.0)
             for piece in np.flatnonzero(marks).tolist():
                 views[piece].zero_()  # a mark that stands for several layers: nothing was sent

@@ -78,6 +78,7 @@ class Transport:
         gradient_predivide_factor: splits the averaging before and after the sum of an allreduce.
         topology: the nodes of the ranks; None where every rank is one of its own.
         groups: the process sets of this rank's node and of its peers, where ``topology`` is layered.
+        obstacle: why there are no such groups, where that is not for the topology.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class Transport:
         gradient_predivide_factor: float = 1.0,
         topology: Topology | None = None,
         groups: Mapping[Group, hvd.ProcessSet] | None = None,
+        obstacle: str = "",
     ) -> None:
         self._op = op
         self._topology = topology
+        self._obstacle = obstacle
         self._groups: dict[Group, hvd.ProcessSet] = {"all": process_set, **(groups or {})}
         self._process_set = process_set
         self._prescale = 1.0 / gradient_predivide_factor if op == hvd.Average else 1.0
@@ -109,6 +112,16 @@ class Transport:
     def topology(self) -> Topology:
         """The nodes of the ranks."""
         return self._topology or Topology.flat(self.size)
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be reduced in nodes first; empty where it can."""
+        return self._obstacle or self.topology.obstacle
+
+    @property
+    def has_node_groups(self) -> bool:
+        """Whether there are operations inside nodes, and between them."""
+        return not self.obstacle
 
     def members(self, group: Group) -> tuple[int, ...]:
         """The ranks of a group, in the order in which it counts them."""

@@ -45,6 +45,8 @@ def _use(compressor: Compressor) -> None:
             LayerBatch(x.clone(), np.array([0, 64]), [level], grads, state=state)
         )
         compressor.decompress_layers_sum_([body], [torch.zeros(64)], 1.0)
+        one_layer = LayerBatch(x.clone(), np.array([0, 64]), [level], state=state, learns=False)
+        compressor.reduce_layers_([body], one_layer, keeps=True)
     payload = compressor.compress_(x, level, LayerContext(shape=(8, 8), state=state))
     if isinstance(compressor, MultiLevel):
         payload = compressor.recompress_(payload, x, level / 2)

@@ -15,7 +15,7 @@ import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, final, runtime_checkable
 
@@ -121,6 +121,22 @@ class Learner(CodecState):
     @abstractmethod
     def adopt(self, learned: Any) -> None:
         """Use what rank 0's :meth:`fit` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Sums of several bodies, compressed again.
+
+    Args:
+        body: uint8, 1-D.
+        nonfinite: True where a layer was marked in a body, or its sum was not finite: it is marked in
+            ``body``, and what was kept of it is as it was.
+        undo: takes the positions of other layers; what was kept of them goes back to what it was.
+    """
+
+    body: Tensor
+    nonfinite: npt.NDArray[np.bool_]
+    undo: Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,6 +633,38 @@ class GatheredCompressor(Compressor):
         for body in bodies:
             marks |= self.decompress_layers_add_(body, outs, scale)
         return marks
+
+    def reduce_layers_(self, bodies: Sequence[Tensor], batch: LayerBatch, keeps: bool) -> Reduced:
+        """Sum what all ``bodies`` hold, and compress the sum: what the owner of a shard does.
+
+        As :meth:`decompress_layers_sum_` with a scale of 1 and :meth:`compress_layers_` of the sums,
+        bit for bit.
+
+        Args:
+            bodies: one per rank.
+            batch: the layers; its ``x`` is added to the sums, and left with the remainder. It has no
+                gradients.
+            keeps: whether there is an ``x``; otherwise it is only room, and what it holds before and
+                after means nothing.
+
+        Raises:
+            WireError: a body is damaged or belongs to other layers; ``x`` is as it was.
+        """
+        edges = list(itertools.pairwise(np.asarray(batch.offsets).tolist()))
+        sums = torch.empty_like(batch.x) if keeps else batch.x
+        totals = [sums[start:end] for start, end in edges]
+        self.decompress_layers_sum_(bodies, totals, 1.0)
+        body, stats = self.compress_layers_(replace(batch, grads=totals if keeps else None))
+
+        def undo(layers: Sequence[int]) -> None:
+            own = [torch.zeros_like(total) for total in totals]
+            self.decompress_layers_add_(body[batch.reserve :], own, 1.0)
+            for layer in layers:
+                start, end = edges[layer]
+                back = batch.x[start:end].add_(own[layer]).sub_(totals[layer])
+                back[back.abs() <= CANCELLED * totals[layer].abs()] = 0.0
+
+        return Reduced(body, stats.nonfinite, undo)
 
     @final
     def compress_(

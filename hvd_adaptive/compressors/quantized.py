@@ -32,6 +32,7 @@ from hvd_adaptive.compressors.base import (
     LayerContext,
     LayerStats,
     Level,
+    Reduced,
     Shape,
     check_input,
 )
@@ -39,6 +40,7 @@ from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.kernels.checks import check_bytes
 from hvd_adaptive.kernels.huffman import Code
+from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import quantized
 from hvd_adaptive.wire.quantized import (
@@ -50,6 +52,17 @@ from hvd_adaptive.wire.quantized import (
     Rounding,
     Tables,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """How a batch is sent: bits and levels, codebooks, their bytes, and the room for them in front."""
+
+    bits: Int64s
+    tables: Tables
+    codebooks: list[Codebook]
+    front: bytes
+    room: int
 
 
 class Quantizer(GatheredCompressor):
@@ -107,23 +120,56 @@ class Quantizer(GatheredCompressor):
 
     def _compress_layers_(self, batch: LayerBatch) -> tuple[Tensor, LayerStats]:
         """Quantize all layers as they are."""
-        bits = np.array([self._bits(level) for level in batch.levels], np.int64)
-        state, reserve = batch.state, batch.reserve
-        tables = self.tables(bits.tolist(), state)
+        state = batch.state
         if isinstance(state, LearnedLevels) and state.collecting and batch.learns:
             _observe(state, batch)
-        codebooks = [Codebook(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
-        front = quantized.write_codebooks(codebooks if self.rule.carried else [])
-        room = reserve + (0 if self.entropy_coded else len(front))
+        encoding = self._encoding(batch)
         body, stats = for_device(batch.x.device).quantized.compress_(
-            *(batch.x, batch.offsets, bits, self.rule, tables, batch.grads, batch.keys, room),
+            *(batch.x, batch.offsets, encoding.bits, self.rule, encoding.tables, batch.grads),
+            *(batch.keys, encoding.room),
             dithers=batch.dithers,
         )
+        return self._finished(body, batch, encoding), LayerStats(
+            stats[:, 0], stats[:, 1], stats[:, 2] != 0
+        )
+
+    def reduce_layers_(self, bodies: Sequence[Tensor], batch: LayerBatch, keeps: bool) -> Reduced:
+        """Sum and quantize block by block, in one pass; rotated layers in two."""
+        if self.rotate != "none" or batch.dithers is not None:
+            return super().reduce_layers_(bodies, batch, keeps)
+        x, encoding = batch.x, self._encoding(batch)
+        received = [ReceivedBody(body, *self._placed(body)) for body in bodies]
+        before = torch.empty_like(x) if keeps else None
+        body, marks = for_device(x.device).reduction.reduce_(
+            *(received, batch.offsets, encoding.bits, self.rule, encoding.tables),
+            *(x if keeps else None, before, batch.keys, encoding.room),
+        )
+        edges = np.asarray(batch.offsets).tolist()
+
+        def undo(layers: Sequence[int]) -> None:
+            for layer in layers:
+                assert before is not None
+                x[edges[layer] : edges[layer + 1]] = before[edges[layer] : edges[layer + 1]]
+
+        return Reduced(self._finished(body, batch, encoding), marks != 0, undo)
+
+    def _encoding(self, batch: LayerBatch) -> _Encoding:
+        """The levels of a batch, and what is written in front of it."""
+        bits = np.array([self._bits(level) for level in batch.levels], np.int64)
+        tables = self.tables(bits.tolist(), batch.state)
+        codebooks = [Codebook(width, tables.magnitudes[width]) for width in sorted({*bits.tolist()})]
+        front = quantized.write_codebooks(codebooks if self.rule.carried else [])
+        room = batch.reserve + (0 if self.entropy_coded else len(front))
+        return _Encoding(bits, tables, codebooks, front, room)
+
+    def _finished(self, body: Tensor, batch: LayerBatch, encoding: _Encoding) -> Tensor:
+        """A body of packed codes with its codebooks in front, and Huffman-coded where that is asked."""
+        reserve, room = batch.reserve, encoding.room
         if self.entropy_coded:
-            body = self._coded(body[room:], np.diff(batch.offsets), tables, codebooks, reserve)
-        else:
-            body[reserve:room] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
-        return body, LayerStats(stats[:, 0], stats[:, 1], stats[:, 2] != 0)
+            numels = np.diff(batch.offsets)
+            return self._coded(body[room:], numels, encoding.tables, encoding.codebooks, reserve)
+        body[reserve:room] = torch.frombuffer(bytearray(encoding.front), dtype=torch.uint8)
+        return body
 
     def _coded(
         self,
@@ -170,18 +216,19 @@ class Quantizer(GatheredCompressor):
 
     def _add_layers_(self, body: Tensor, outs: Sequence[Tensor], scale: float) -> npt.NDArray[np.bool_]:
         """Decode a body without a rotation."""
-        tables, codes, start = self._opened(body)
+        start, tables, codes = self._placed(body)
         kernels = for_device(body.device).quantized
         marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables, codes)
         return marks.astype(np.bool_)
 
-    def _opened(self, body: Tensor) -> tuple[Tables, Mapping[int, Code], int]:
-        """The tables and the Huffman codes of a body, and where its layers begin."""
+    def _placed(self, body: Tensor) -> tuple[int, Tables, Mapping[int, Code]]:
+        """Where the layers of a body begin, and its tables and Huffman codes."""
         check_bytes(body)
         if body.numel() and not self.rule.carried and not body[0]:
-            return self.rule.tables, {}, 1
+            return 1, self.rule.tables, {}
         data = body.cpu()
-        return for_device(data.device).entropy.read_codebooks(data.numpy(), self.rule)
+        tables, codes, start = for_device(data.device).entropy.read_codebooks(data.numpy(), self.rule)
+        return start, tables, codes
 
     def errors(
         self,

@@ -109,6 +109,14 @@ class Layout:
         """Use them from the next :meth:`build` on."""
         self._exchange.load_shards(found)
 
+    def costs_dict(self) -> dict[str, Any] | None:
+        """See :meth:`SchemeChoice.state_dict`."""
+        return self._schemes.state_dict()
+
+    def load_costs(self, found: Mapping[str, Any] | None) -> None:
+        """Use them from the next :meth:`build` on."""
+        self._schemes.load_state_dict(found)
+
     def forget_ranks(self) -> None:
         """Ranks must agree again."""
         self._schemes.forget_ranks()

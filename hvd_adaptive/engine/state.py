@@ -35,6 +35,7 @@ def state_of(
         "kept": feedback.state_dict(),
         "owned": feedback.owned(),
         "shards": layout.shards_dict(),
+        "costs": layout.costs_dict(),
         "rates": dict(feedback.context.rates),
         "planned": {
             name: [None if compressor is None else format_spec(compressor), level]
@@ -71,6 +72,7 @@ def restore_layers(
         layout.controller.load_state_dict(copy.deepcopy(state["controller"]))
         layout.config = replace(layout.config, planned=checkpoint.planned(state))
     layout.load_shards(state["shards"])
+    layout.load_costs(state.get("costs"))
     laid_out = layout.buckets is not None
     layout.order = layout.order if laid_out else list(state["order"])
     feedback.replace(_on_devices(state["kept"], hooks), state["rates"], state["owned"])

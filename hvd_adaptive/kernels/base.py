@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.kernels.huffman import Code, Front
+from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 from hvd_adaptive.wire.sparse import ValueFormat
@@ -28,6 +29,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     for family, backends in {
         "sparse": ("reference", "cpu"),
         "quantized": ("reference", "cpu"),
+        "reduction": ("reference", "cpu"),
         "entropy": ("reference", "cpu"),
         "rotation": ("reference", "cpu"),
         "subset": ("reference", "cpu"),
@@ -436,6 +438,50 @@ class QuantizedKernels(Protocol):
         """
 
 
+class ReductionKernels(Protocol):
+    """What the owner of a shard does with quantized layers."""
+
+    def reduce_(
+        self,
+        bodies: Sequence[ReceivedBody],
+        offsets: npt.NDArray[np.int64],
+        bits: npt.NDArray[np.int64],
+        rule: QuantizationRule,
+        tables: Tables,
+        x: Tensor | None = None,
+        before: Tensor | None = None,
+        keys: npt.NDArray[np.uint64] | None = None,
+        reserve: int = 0,
+    ) -> tuple[Tensor, npt.NDArray[np.uint8]]:
+        """Sum what several bodies hold of each layer, and encode the sum.
+
+        It is :meth:`QuantizedKernels.decompress_add_` of one body after the other to zeros and
+        :meth:`QuantizedKernels.compress_` of the sums, bit for bit. A layer that is marked in a body,
+        or whose sum is not finite, keeps its ``x`` bit for bit and sends a mark.
+
+        Args:
+            bodies: one per rank, of at least one, on one device.
+            offsets: ``int64[L + 1]``, of the layers.
+            bits: as for :meth:`QuantizedKernels.compress_`, like all that is not named here.
+            rule: of all bodies and of the result.
+            tables: the levels of the result.
+            x: float32, 1-D, contiguous: added to the sums, and left with the remainder; None adds and
+                leaves nothing.
+            before: float32 of as many elements: receives what ``x`` held in the layers; None only where
+                there is no ``x``.
+            keys: of the random numbers of the result.
+            reserve: bytes to leave free in front.
+
+        Returns:
+            ``(data, marks)``: the body without codebooks; and ``uint8[L]``: 1 where a layer was not
+            finite.
+
+        Raises:
+            WireError: a body is damaged or does not belong to these layers; ``x`` is as it was.
+            ValueError: the arguments do not fit together.
+        """
+
+
 class RotationKernels(Protocol):
     """Randomized Hadamard rotation of layers, which spreads each value over a chunk.
 
@@ -624,6 +670,11 @@ class Kernels:
     def quantized(self) -> QuantizedKernels:
         """All elements in a few bits."""
         return cast(QuantizedKernels, self._family("quantized"))
+
+    @functools.cached_property
+    def reduction(self) -> ReductionKernels:
+        """Sums of quantized layers, quantized again."""
+        return cast(ReductionKernels, self._family("reduction"))
 
     @functools.cached_property
     def entropy(self) -> EntropyKernels:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.kernels.floats import BINS
+from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.wire.quantized import MAX_BITS, Tables
 from hvd_adaptive.wire.sparse import MAX_NUMEL
@@ -126,6 +127,25 @@ def check_bodies(bodies: Sequence[Tensor]) -> Sequence[Tensor]:
     if not bodies:
         raise ValueError("there is no body to sum: each rank sends one")
     return bodies
+
+
+def check_received(
+    bodies: Sequence[ReceivedBody],
+    offsets: npt.NDArray[np.int64],
+    x: Tensor | None,
+    before: Tensor | None,
+) -> None:
+    """ValueError where there is nothing to sum, or what is added cannot be kept."""
+    if not bodies:
+        raise ValueError("there is no body to sum: each rank sends one")
+    for body in bodies:
+        check_bytes(body.data)
+    if x is None:
+        return
+    if before is None or before.dtype != torch.float32 or before.shape != x.shape:
+        raise ValueError("before is float32 with as many elements as x: it receives what x held")
+    if not before.is_contiguous() or x.is_cpu != bodies[0].data.is_cpu:
+        raise ValueError(f"bodies, x and before lie on one device, contiguous; x is {_describe(x)}")
 
 
 def check_body(body: Tensor, x: Tensor) -> None:

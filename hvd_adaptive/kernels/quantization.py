@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+
+from hvd_adaptive.kernels.huffman import Code
+from hvd_adaptive.wire.quantized import Tables
 
 LARGEST_NORM = 2.0**127
 """What is above it saturates: a value and a level of the other sign may be twice the norm apart."""
@@ -14,6 +21,23 @@ WEIGHT_BINS = (0x3F800000 >> WEIGHT_SHIFT) + 1
 LARGEST_BF16 = 0x7F7F0000
 """Bits of the largest float32 that is a finite bfloat16."""
 NAN_BF16 = 0x7FC0
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedBody:
+    """A body of quantized layers whose codebooks have been read.
+
+    Args:
+        data: uint8, 1-D, contiguous.
+        start: byte of it at which the layers begin.
+        tables: levels for all numbers of bits that a layer may have.
+        codes: the Huffman codes of coded layers, by bits.
+    """
+
+    data: Tensor
+    start: int
+    tables: Tables
+    codes: Mapping[int, Code] = field(default_factory=dict)
 
 
 def _weight_edges() -> npt.NDArray[np.float64]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
 from hvd_adaptive import VirtualRanks
+from hvd_adaptive.comm.local_group import LocalRank, LocalTransport
+from hvd_adaptive.comm.request import Request
 
 SHAPES = {"wide": (96, 128), "tall": (3000, 4), "table": (40, 50), "bias": (64,)}
 OVERRIDES = {"*": "topk:density=0.05,values=fp32"}
@@ -57,3 +60,43 @@ def train(ranks: VirtualRanks, model: nn.Module, size: int) -> tuple[Sums, Sums]
         for name in SHAPES:
             applied[name] += size * getattr(model, name).grad.double()
     return summed, applied
+
+
+class Recorder(LocalTransport):
+    """Notes every operation, and the bytes that it puts on this rank's link and inside its node.
+
+    Attributes:
+        gathered: the frames that were gathered among all ranks or peers, by operation.
+    """
+
+    def __init__(self, rank: LocalRank) -> None:
+        super().__init__(rank, hvd.Average)
+        self.operations: list[str] = []
+        self.payloads: list[int] = []
+        self.sent = self.inside = 0.0
+        self.gathered: list[Tensor] = []
+
+    def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
+        self.operations.append(f"{request.operation} {name}")
+        if request.group != "node":
+            self.payloads.append(_nbytes(request.tensor))
+        finish = super().submit(request, name, step)
+
+        def wait() -> Tensor:
+            result = finish()
+            nbytes = self.traffic(request, _nbytes(result))
+            if request.group == "node":
+                self.inside += nbytes
+            else:
+                self.sent += nbytes
+                if request.operation == "allgather":
+                    self.gathered.append(result.clone())
+            return result
+
+        return wait
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes

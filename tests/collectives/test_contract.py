@@ -14,8 +14,7 @@ hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 from hvd_adaptive.buckets import Bucket, build_buckets  # noqa: E402
 from hvd_adaptive.collectives import SCHEMES, scheme_named  # noqa: E402
 from hvd_adaptive.collectives.shards import GRAIN  # noqa: E402
-from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
-from hvd_adaptive.comm.request import Request  # noqa: E402
+from hvd_adaptive.comm.local_group import LocalGroup, LocalRank  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.config import CompressionConfig  # noqa: E402
 from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
@@ -23,6 +22,7 @@ from hvd_adaptive.engine.routing import routes_of  # noqa: E402
 from hvd_adaptive.feedback import FeedbackContext, parse  # noqa: E402
 from hvd_adaptive.layers import Layer, PayloadKind  # noqa: E402
 from hvd_adaptive.telemetry import Meter  # noqa: E402
+from tests.collectives.helpers import Recorder  # noqa: E402
 
 FLAT = {str(size): Topology.flat(size) for size in (1, 2, 3, 4, 7, 16, 64)}
 LAYERED = {
@@ -82,39 +82,6 @@ def test_every_scheme_has_a_row() -> None:
 
 def test_every_kind_of_payload_is_carried() -> None:
     assert {scheme.carries for scheme in SCHEMES.values()} == set(PayloadKind)
-
-
-class Recorder(LocalTransport):
-    """Notes every operation, and the bytes that it puts on this rank's link and inside its node."""
-
-    def __init__(self, rank: LocalRank) -> None:
-        super().__init__(rank, hvd.Average)
-        self.operations: list[str] = []
-        self.payloads: list[int] = []
-        self.sent = self.inside = 0.0
-
-    def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
-        self.operations.append(f"{request.operation} {name}")
-        if request.group != "node":
-            self.payloads.append(_nbytes(request.tensor))
-        finish = super().submit(request, name, step)
-
-        def wait() -> Tensor:
-            result = finish()
-            nbytes = self.traffic(request, _nbytes(result))
-            if request.group == "node":
-                self.inside += nbytes
-            else:
-                self.sent += nbytes
-            return result
-
-        return wait
-
-
-def _nbytes(tensor: Tensor) -> int:
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
 
 
 def buckets_of(member: Member) -> tuple[Bucket, ...]:

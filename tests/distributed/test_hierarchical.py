@@ -14,9 +14,15 @@ from torch import Tensor, nn
 from hvd_adaptive import VirtualRanks
 from hvd_adaptive.comm import node_groups
 from hvd_adaptive.comm.topology import NODE_VARIABLE
-from tests.distributed.workloads import bits, make_model, ours, set_gradients
+from tests.distributed.workloads import (
+    LAYERS,
+    bits,
+    layer_gradients,
+    make_layers,
+    ours,
+    set_gradients,
+)
 
-SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
 SPEC = "topk:density=0.05"
 OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"compression": SPEC},
@@ -40,18 +46,6 @@ def sets_of_their_own() -> Iterator[None]:
     node_groups.remove_node_groups()
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-
-def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return {name: torch.randn(shape, generator=generator).pow(3) for name, shape in SHAPES.items()}
-
-
 def optimizer_of(model: nn.Module, **options: Any) -> Any:
     return ours(
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -62,9 +56,9 @@ def optimizer_of(model: nn.Module, **options: Any) -> Any:
 
 def reduced(optimizer: Any, model: nn.Module, step: int) -> dict[str, Tensor]:
     optimizer.zero_grad()
-    set_gradients(model, gradients(hvd.rank(), step))
+    set_gradients(model, layer_gradients(hvd.rank(), step))
     optimizer.synchronize()
-    return {name: getattr(model, name).grad.clone() for name in SHAPES}
+    return {name: getattr(model, name).grad.clone() for name in LAYERS}
 
 
 @pytest.mark.ranks(4)
@@ -74,13 +68,13 @@ def test_real_ranks_on_two_nodes_reduce_as_virtual_ones_do(
 ) -> None:
     monkeypatch.setenv(NODE_VARIABLE, f"node{hvd.rank() // 2}")
     options = {"scheme": "hierarchical", **OPTIONS[name]}
-    model, twin = make_model(Layers), make_model(Layers)
+    model, twin = make_layers(), make_layers()
     optimizer = optimizer_of(model, **options)
     virtual = VirtualRanks(hvd.size(), twin.named_parameters(), ranks_per_node=2, **options)
     for step in range(14 if name == "lgreco" else 4):
         found = reduced(optimizer, model, step)
-        virtual.reduce([gradients(rank, step) for rank in range(hvd.size())])
-        for layer in SHAPES:
+        virtual.reduce([layer_gradients(rank, step) for rank in range(hvd.size())])
+        for layer in LAYERS:
             assert bits(found[layer]) == bits(getattr(twin, layer).grad), f"{layer} at step {step}"
     mine, other = optimizer.compression_state_dict(), virtual.compression_state_dicts()[hvd.rank()]
     for layer, slots in mine["kept"].items():
@@ -92,7 +86,7 @@ def test_real_ranks_on_two_nodes_reduce_as_virtual_ones_do(
 def test_a_run_that_is_resumed_continues_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NODE_VARIABLE, f"node{hvd.rank() % 2}")  # neighbors are not consecutive
     options = {"compression": SPEC, "scheme": "hierarchical"}
-    model, twin = make_model(Layers), make_model(Layers)
+    model, twin = make_layers(), make_layers()
     optimizer = optimizer_of(model, **options)
     for step in range(3):
         reduced(optimizer, model, step)
@@ -100,7 +94,7 @@ def test_a_run_that_is_resumed_continues_to_the_bit(monkeypatch: pytest.MonkeyPa
     resumed.load_compression_state_dict(optimizer.compression_state_dict())
     for step in range(3, 6):
         one, other = reduced(optimizer, model, step), reduced(resumed, twin, step)
-        assert all(bits(one[layer]) == bits(other[layer]) for layer in SHAPES), step
+        assert all(bits(one[layer]) == bits(other[layer]) for layer in LAYERS), step
 
 
 @pytest.mark.ranks(4)
@@ -110,7 +104,7 @@ def test_the_meter_counts_what_leaves_the_node_and_what_does_not(
     monkeypatch.setenv(NODE_VARIABLE, f"node{hvd.rank() // 2}")
     found = {}
     for scheme in ("two_shot", "hierarchical"):
-        model = make_model(Layers)
+        model = make_layers()
         optimizer = optimizer_of(
             model, compression="qsgd:bits=4", scheme=scheme, overrides={"bias": "qsgd:bits=4"}
         )
@@ -122,7 +116,7 @@ def test_the_meter_counts_what_leaves_the_node_and_what_does_not(
     # 2 (m - 1) / m halves of a payload between m = 2 nodes, against 2 (n - 1) / n among n = 4 ranks
     ratio = found["hierarchical"].traffic_bytes / found["two_shot"].traffic_bytes
     assert ratio == pytest.approx(1 / 3, rel=0.05)
-    dense = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    dense = 4 * sum(torch.Size(shape).numel() for shape in LAYERS.values())
     # once there and once back; chunks of one size need padding
     assert dense <= found["hierarchical"].node_bytes <= 1.1 * dense
 
@@ -133,7 +127,7 @@ def test_where_there_is_no_hierarchy_rank_0_says_so_and_it_is_two_shot(
     nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NODE_VARIABLE, nodes[hvd.rank()])
-    model, twin = make_model(Layers), make_model(Layers)
+    model, twin = make_layers(), make_layers()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = optimizer_of(model, compression=SPEC, scheme="hierarchical")
@@ -142,7 +136,7 @@ def test_where_there_is_no_hierarchy_rank_0_says_so_and_it_is_two_shot(
     flat = optimizer_of(twin, compression=SPEC, scheme="two_shot")
     for step in range(2):
         one, other = reduced(optimizer, model, step), reduced(flat, twin, step)
-        assert all(bits(one[layer]) == bits(other[layer]) for layer in SHAPES)
+        assert all(bits(one[layer]) == bits(other[layer]) for layer in LAYERS)
 
 
 @pytest.mark.ranks(4)
@@ -150,7 +144,7 @@ def test_a_process_set_of_its_own_reduces_in_two_shots(monkeypatch: pytest.Monke
     monkeypatch.setenv(NODE_VARIABLE, f"node{hvd.rank() // 2}")
     process_set = hvd.add_process_set([0, 3])
     try:
-        model, twin = make_model(Layers), make_model(Layers)
+        model, twin = make_layers(), make_layers()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer = optimizer_of(
@@ -161,8 +155,8 @@ def test_a_process_set_of_its_own_reduces_in_two_shots(monkeypatch: pytest.Monke
             virtual = VirtualRanks(2, twin.named_parameters(), SPEC, scheme="two_shot")
             for step in range(2):
                 found = reduced(optimizer, model, step)
-                virtual.reduce([gradients(rank, step) for rank in (0, 3)])
-                for layer in SHAPES:
+                virtual.reduce([layer_gradients(rank, step) for rank in (0, 3)])
+                for layer in LAYERS:
                     assert bits(found[layer]) == bits(getattr(twin, layer).grad), layer
         hvd.barrier()
     finally:
@@ -179,4 +173,4 @@ def test_without_process_sets_all_ranks_say_what_to_call(monkeypatch: pytest.Mon
     monkeypatch.setattr(node_groups, "_made", {})
     monkeypatch.setattr(hvd, "add_process_set", refuse)
     with pytest.raises(ValueError, match=r"ranks \[0, 1\].*hvd_adaptive\.init\(hierarchical=True\)"):
-        optimizer_of(make_model(Layers), compression=SPEC, scheme="hierarchical")
+        optimizer_of(make_layers(), compression=SPEC, scheme="hierarchical")

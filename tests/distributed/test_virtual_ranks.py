@@ -7,14 +7,19 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hvd_adaptive import VirtualRanks
 from hvd_adaptive.compressors import REGISTRY
 from hvd_adaptive.compressors.base import GatheredCompressor
-from tests.distributed.workloads import bits, make_model, ours, set_gradients
+from tests.distributed.workloads import (
+    LAYERS,
+    bits,
+    layer_gradients,
+    make_layers,
+    ours,
+    set_gradients,
+)
 
-SHAPES = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"compression": name} for name in REGISTRY},
     "momentum correction": {"compression": "topk:density=0.05", "feedback": "dgc:momentum=0.9"},
@@ -35,23 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-
-def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return {name: torch.randn(shape, generator=generator).pow(3) for name, shape in SHAPES.items()}
-
-
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_virtual_ranks_reduce_as_real_ones_do(name: str) -> None:
     options = OPTIONS[name]
-    model, twin = make_model(Layers), make_model(Layers)
+    model, twin = make_layers(), make_layers()
     optimizer = ours(
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
@@ -61,10 +54,10 @@ def test_virtual_ranks_reduce_as_real_ones_do(name: str) -> None:
     steps = 4 if name != "lgreco" else 14
     for step in range(steps):
         optimizer.zero_grad()
-        set_gradients(model, gradients(hvd.rank(), step))
+        set_gradients(model, layer_gradients(hvd.rank(), step))
         optimizer.synchronize()
-        virtual.reduce([gradients(rank, step) for rank in range(hvd.size())])
-        for layer in SHAPES:
+        virtual.reduce([layer_gradients(rank, step) for rank in range(hvd.size())])
+        for layer in LAYERS:
             real, other = getattr(model, layer).grad, getattr(twin, layer).grad
             assert bits(real) == bits(other), f"{layer} at step {step}"
     state, twin_state = (

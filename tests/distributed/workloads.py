@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_adaptive as hva
+from tests.collectives.helpers import Layers, gradients
 
 Wrap: TypeAlias = Callable[..., Any]
 Snapshot: TypeAlias = dict[str, Tensor | None]
@@ -38,6 +39,18 @@ def make_model(kind: Callable[[], nn.Module] = Model) -> Any:
     """The same weights on every rank and at every call."""
     torch.manual_seed(42)
     return kind()
+
+
+LAYERS = {"wide": (64, 128), "tall": (3000, 4), "bias": (64,)}
+"""Shapes of layers whose gradients are set, not computed."""
+
+
+def make_layers() -> Any:
+    return make_model(lambda: Layers(LAYERS))
+
+
+def layer_gradients(rank: int, step: int) -> dict[str, Tensor]:
+    return gradients(rank, step, LAYERS)
 
 
 def batch(step: int, features: int = 40, rank: int | None = None) -> Tensor:

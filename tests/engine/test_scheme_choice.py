@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +12,23 @@ from torch import Tensor, nn
 
 hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
-from hvd_adaptive import VirtualRanks  # noqa: E402
+from hvd_adaptive import VirtualRanks, merge_compression_states  # noqa: E402
+from hvd_adaptive.checkpoint import check_state  # noqa: E402
 from hvd_adaptive.collectives import encoded_schemes  # noqa: E402
 from hvd_adaptive.collectives.costs import CodecCosts, Workload  # noqa: E402
-from hvd_adaptive.comm.link_costs import LinkCosts  # noqa: E402
-from hvd_adaptive.comm.local_group import LocalTransport  # noqa: E402
+from hvd_adaptive.comm.link_costs import LayerCosts, LinkCosts, measure_link  # noqa: E402
+from hvd_adaptive.comm.local_group import LocalGroup, LocalTransport  # noqa: E402
+from hvd_adaptive.comm.request import Request  # noqa: E402
+from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
 from hvd_adaptive.engine import scheme_choice  # noqa: E402
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
 ETHERNET = LinkCosts(5e-4, 5e-4, 4e-8, 4e-8)  # 200 Mbit/s
 """What is given to the tests in the place of a measurement."""
+FAST = LinkCosts(1e-5, 1e-5, 1e-10, 1e-10)
+NODES_OF_4 = replace(ETHERNET, layers=LayerCosts(4, FAST, replace(ETHERNET, alltoall_byte=5e-8)))
+"""Nodes of four ranks, well connected, on that Ethernet."""
 
 
 def seconds(
@@ -109,6 +117,92 @@ def test_a_scheme_can_be_given_to_some_layers(monkeypatch: pytest.MonkeyPatch) -
     assert group.plan.reasons == ()
 
 
+def test_reducing_in_nodes_is_considered_where_its_costs_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = chosen(monkeypatch, 8, NODES_OF_4, ranks_per_node=4)
+    assert {row.layer: row.scheme for row in group.plan} == {
+        "wide": "hierarchical",
+        "tiny": "allgather",
+    }
+    text = "\n".join(group.plan.reasons)
+    assert "in a node: allgather 0.01 ms + 8e+04 Mbit/s, " in text
+    assert "hierarchical (allgather " in text
+    slow = replace(NODES_OF_4, layers=LayerCosts(4, ETHERNET, ETHERNET))
+    group = chosen(monkeypatch, 8, slow, ranks_per_node=4)
+    assert {row.scheme for row in group.plan} == {"two_shot", "allgather"}
+
+
+def test_where_it_is_not_considered_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = chosen(monkeypatch, 4, ETHERNET)
+    assert "hierarchical is not considered: every node has one rank" in group.plan.reasons
+    # clipping looks at a rank's whole gradient
+    options = {"compression": "topk:density=0.05", "feedback": "dgc:clip=1.0", "ranks_per_node": 4}
+    clipped = chosen(monkeypatch, 8, NODES_OF_4, **options)
+    assert {row.scheme for row in clipped.plan} == {"two_shot", "allgather"}
+    assert not any("hierarchical " in reason for reason in clipped.plan.reasons)
+
+
+def test_costs_are_measured_in_nodes_and_between_them_at_the_same_time() -> None:
+    groups: list[tuple[int, ...]] = []
+
+    class Watched(LocalTransport):
+        def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
+            groups.append(self.members(request.group))
+            return super().submit(request, name, step)
+
+    topology = Topology(("a", "b", "b", "a"))
+    costs = LocalGroup(4, topology).run(lambda rank: measure_link(Watched(rank, hvd.Average), "x"))
+    assert set(groups) == {(0, 1, 2, 3), (0, 3), (1, 2), (0, 1), (2, 3)}
+    assert all(each.layers is not None and each.layers.ranks_per_node == 2 for each in costs)
+    assert LinkCosts.from_dict(costs[0].to_dict()) == costs[0]
+    flat = LocalGroup(2).run(lambda rank: measure_link(rank.transport(), "x"))
+    assert all(each.layers is None for each in flat)
+
+
+def test_a_resumed_run_keeps_its_schemes_and_goes_on_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = chosen(monkeypatch, 4, NODES_OF_4, ranks_per_node=2)
+    states = first.compression_state_dicts()
+    assert {row.scheme for row in first.plan} == {"hierarchical", "allgather"}
+    slow = replace(ETHERNET, alltoall=9.0)  # what would be measured now
+    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: slow)
+
+    def resumed(ranks: int, found: list[dict[str, Any]]) -> tuple[nn.Module, VirtualRanks]:
+        model = Layers()
+        group = VirtualRanks(
+            ranks,
+            model.named_parameters(),
+            "qsgd:bits=4",
+            bucket_cap_mb=0.1,
+            scheme="auto",
+            ranks_per_node=2,
+        )
+        group.load_compression_state_dicts(found)
+        group.reduce([gradients(rank) for rank in range(ranks)])
+        return model, group
+
+    model, group = resumed(4, states)
+    assert [row.scheme for row in group.plan] == [row.scheme for row in first.plan]
+    assert group.plan.reasons == first.plan.reasons
+    again, _ = resumed(4, states)
+    assert torch.equal(again.wide.grad, model.wide.grad)
+    _, others = resumed(6, [merge_compression_states(states)] * 6)
+    assert {row.scheme for row in others.plan} == {"allgather"}
+
+
+def test_costs_in_a_state_that_are_damaged_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = chosen(monkeypatch, 4, ETHERNET)
+    states = group.compression_state_dicts()
+    assert states[0]["costs"]["ranks"] == [4, 1]
+    damaged = [state | {"costs": state["costs"] | {"ranks": [4, "x"]}} for state in states]
+    with pytest.raises(ValueError, match=r"costs.'ranks'..1. must be a whole number"):
+        check_state(damaged[0])
+    older = [{key: state[key] for key in state if key != "costs"} for state in states]
+    group.load_compression_state_dicts(older)
+
+
 @pytest.mark.parametrize("spec", ["qsgd:bits=4", "topk:density=0.01", "alq:bits=3", "onebit"])
 def test_a_compressor_is_timed(spec: str) -> None:
     costs = scheme_choice.measure_codec(parse(spec))
@@ -131,3 +225,14 @@ def test_a_compressor_is_timed(spec: str) -> None:
 def test_a_scheme_that_does_not_fit_is_refused(compression: str, scheme: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VirtualRanks(2, Layers().named_parameters(), compression, scheme=scheme)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argument", ["overrides", "compression"])
+def test_a_scheme_among_the_options_of_a_compressor_is_told_where_to_go(argument: str) -> None:
+    text = "topk:density=0.01,scheme=two_shot"
+    options: dict[str, Any] = {"compression": "topk", argument: text}
+    if argument == "overrides":
+        options[argument] = {"wide": text}
+    message = rf"{argument}: .*as in scheme=.'PATTERN': 'two_shot', '.': 'allgather'."
+    with pytest.raises(ValueError, match=message):
+        VirtualRanks(2, Layers().named_parameters(), **options)

@@ -11,8 +11,11 @@ what is between them, so that one byte too far is a segmentation fault. Beyond t
   decodes to finite numbers, but for layers that are marked as not finite;
 * undamaged payloads decode to what the reference decodes them to, and of every 40 cases one is given to
   the reference, too: it must find the same;
-* sums are those of adding one by one; clearing clears and does nothing else; a payload that is
-  compressed again can be decoded, and with the remainder it is what it was.
+* sums are those of adding one by one, and sums that are compressed again those of two passes; clearing
+  clears and does nothing else; a payload that is compressed again can be decoded, and with the
+  remainder it is what it was;
+* what a rank receives in each operation of the schemes that compress twice is fuzzed as a whole, frames
+  and all: its step ends with an error, or with layers that are finite or NaN as a whole.
 
 The first finding ends the program with status 1 and a line that repeats it. Case n of a seed is always
 the same, for the same choice of compressors.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import itertools
 import mmap
 import os
 import random
@@ -41,12 +45,18 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import wire
+from hvd_adaptive.buckets import Bucket, build_buckets
+from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors import REGISTRY, LinearCompressor, Payload, parse
-from hvd_adaptive.compressors.base import LayerBatch, LayerContext
+from hvd_adaptive.compressors.base import GatheredCompressor, LayerBatch, LayerContext
 from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
 from hvd_adaptive.compressors.sparse import SparseCompressor
+from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.feedback import FeedbackContext
+from hvd_adaptive.feedback import parse as parse_rule
 from hvd_adaptive.kernels.base import BACKENDS
 from hvd_adaptive.kernels.cpu.memory import thread_buffers
+from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import TooLargeError, WireError
 from hvd_adaptive.wire import frame as wire_frame
 from hvd_adaptive.wire import varint as wire_varint
@@ -78,6 +88,18 @@ SPECS = [
     "randomk:density=0.1,values=fp16",
 ]
 """Beside every member of the registry that is not named here, as it is."""
+SHOTS = {"two_shot": Topology.flat(3), "hierarchical": Topology.of_nodes(4, 2)}
+"""Schemes of several operations, and ranks between which they are fuzzed."""
+SHOT_SPECS = (
+    ("qsgd:bits=4", "qsgd:bits=4"),
+    ("topk:density=0.05", "topk:density=0.05"),
+    ("topk:density=0.05,values=int8", "alq:bits=3"),
+    ("onebit", "qsgdinf:bits=2,coding=huffman"),
+    ("globaltopk:density=0.05,values=fp32", "globaltopk:density=0.05,values=fp32"),
+)
+"""Compressors of the two layers of a bucket."""
+MOST_OPERATIONS = 8
+SHOT_LAYERS = (Layer(0, "large", (40, 50)), Layer(1, "small", (1300,)))
 LAYERS = ((300, 0, 1, 4000), (40,), (9, 2, 70), (), (3000,), (300_000, 5))
 """Sizes of the layers of a bucket; the last one's are summed past the cache."""
 SMALL = 5000
@@ -450,6 +472,28 @@ def recompress(subject: Subject, body: Tensor, where: Place) -> Result:
     return less.tolist(), [x]
 
 
+def reduce(subject: Subject, body: Tensor, where: Place) -> Result:
+    """reduce_layers_ of three ranks' bodies: as summing and compressing; a refusal changes nothing."""
+    good, total = as_tensor(subject.bodies[0]), sum(subject.sizes)
+    bodies = [body, good, good] if body.numel() % 2 else [good, body, good]
+    member, levels = subject.compressor, [subject.compressor.level] * len(subject.sizes)
+    results: list[Any] = []
+    for way in (GatheredCompressor.reduce_layers_, type(member).reduce_layers_):
+        x = where(len(results), total, 0.5)
+        try:
+            reduced = way(member, bodies, LayerBatch(x, subject.offsets, levels), keeps=True)
+            results.append([reduced.nonfinite.tolist(), reduced.body.tolist()])
+        except WireError as error:
+            results.append(refused(error))
+            if not bool((x == 0.5).all()):
+                raise Finding("bodies that are refused have changed what was kept") from error
+    if results[0] != results[1]:
+        raise Finding("reducing in one pass is not what reducing in two passes is")
+    if not bool(x.isfinite().all()):
+        raise Finding("reducing has left a remainder that is not finite")
+    return results[1], [x]
+
+
 def frames(subject: Subject, body: Tensor, where: Place) -> Result:
     """As an allgather's result: frames, parts, and decoding."""
     try:
@@ -479,6 +523,173 @@ def add_linear(subject: Subject, body: Tensor, where: Place) -> Result:
     return "", [out]
 
 
+# --- schemes ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class ShotSubject(Subject):
+    """What one rank receives in one operation of a bucket's step; its payload is the whole of it.
+
+    Args:
+        bucket: the bucket.
+        topology: the nodes of the ranks.
+        rank: which of them.
+        number: of the operation.
+        sent: of each operation, what each rank contributes.
+        received: of each operation, what this rank gets.
+        result: the bits of the reduced layers.
+    """
+
+    bucket: Any = None
+    topology: Topology = SHOTS["two_shot"]
+    rank: int = 0
+    number: int = 0
+    sent: list[dict[int, Tensor]] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
+    result: list[list[int]] = field(default_factory=list)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether what is received are sums in float32, inside a node, which may be anything."""
+        return self.topology.is_layered and self.number == len(self.received) - 1
+
+    def receive(self, subject: Subject, body: Tensor, where: Place) -> Result:
+        """One rank's step in which ``body`` is what it receives in the operation."""
+        del subject, where
+        grads = gradients(self.bucket, self.rank)
+        try:
+            kept = replayed(self, grads, body)
+        except (WireError, TooLargeError) as error:
+            return refused(error), []
+        marks = [bool(grad.isnan().all()) for grad in grads]
+        if not self.is_dense:
+            check_sound(grads, marks)
+        if not bool(kept.isfinite().all()):
+            raise Finding("what is kept is not finite")
+        if body.numpy().tobytes() == self.bodies[0] and self.result != bits_of(grads):
+            raise Finding("undamaged operations do not reduce as in the group of ranks")
+        return marks, grads
+
+
+def bits_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The bits of float32 tensors."""
+    return [each.view(torch.int32).flatten().tolist() for each in tensors]
+
+
+def gradients(bucket: Bucket, rank: int) -> list[Tensor]:
+    """Of one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(layer.shape, generator=generator) ** 3 for layer in bucket.layers]
+
+
+def replayed(subject: ShotSubject, grads: list[Tensor], body: Tensor) -> Tensor:
+    """One rank's step with what the others have sent, and ``body``; returns what is kept."""
+    from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport
+    from hvd_adaptive.engine.exchange import Exchange
+    from hvd_adaptive.telemetry import Meter
+
+    class Replay(LocalTransport):
+        """Gives back what was received, but for this rank's own part and the damaged operation."""
+
+        operation = -1
+
+        def submit(self, request: Any, name: str, step: int) -> Callable[[], Tensor]:
+            del name, step
+            self.operation += 1
+            result = subject.received[self.operation]
+            if self.operation == subject.number:
+                result = body
+            elif request.operation == "allgather":
+                sent = subject.sent[self.operation] | {self.rank: request.tensor}
+                result = torch.cat([sent[each] for each in self.members(request.group)])
+            return lambda: result
+
+    group = LocalGroup(subject.topology.size, subject.topology)
+    exchange = Exchange(
+        Replay(LocalRank(group, subject.rank), hvd_average()), Meter(), "fuzz", rank=subject.rank
+    )
+    return stepped(exchange, subject.bucket, subject.topology.size, grads)
+
+
+def hvd_average() -> int:
+    """The operation of means."""
+    import horovod.torch as hvd
+
+    return int(hvd.Average)
+
+
+def stepped(exchange: Any, bucket: Any, ranks: int, grads: list[Tensor]) -> Tensor:
+    """Reduce one bucket's gradients in place; returns all that feedback keeps."""
+    rule = parse_rule("ef")
+    assert rule is not None
+    state = rule.new_state(FeedbackContext(lambda _: 0.1, lambda: ranks))
+    state.attach([bucket], {})
+    exchange.attach([bucket], {bucket.index: state})
+    exchange.begin_step(0)
+    exchange.start(bucket, grads)
+    exchange.finish()
+    state.keep_owned([])
+    return torch.cat([held for slots in state.kept().values() for held in slots.values()])
+
+
+Recording = tuple[list[dict[int, Tensor]], list[dict[int, Tensor]], list[list[list[int]]]]
+"""Of each operation, what each rank sent and what it got; of each rank, the reduced layers' bits."""
+
+
+def recorded(bucket: Bucket, topology: Topology) -> Recording:
+    """An undamaged step of all ranks."""
+    from hvd_adaptive.comm.local_group import LocalGroup, LocalTransport
+    from hvd_adaptive.engine.exchange import Exchange
+    from hvd_adaptive.telemetry import Meter
+
+    sent, received = ([{} for _ in range(MOST_OPERATIONS)] for _ in range(2))
+
+    class Recorder(LocalTransport):
+        operation = -1
+
+        def submit(self, request: Any, name: str, step: int) -> Callable[[], Tensor]:
+            self.operation += 1
+            number, finish = self.operation, super().submit(request, name, step)
+            sent[number][self.rank] = request.tensor.clone()
+
+            def wait() -> Tensor:
+                result = finish()
+                received[number][self.rank] = result.clone()
+                return result
+
+            return wait
+
+    def step(rank: Any) -> list[list[int]]:
+        exchange = Exchange(Recorder(rank, hvd_average()), Meter(), "fuzz", rank=rank.rank)
+        grads = gradients(bucket, rank.rank)
+        stepped(exchange, bucket, topology.size, grads)
+        return bits_of(grads)
+
+    return sent, received, LocalGroup(topology.size, topology).run(step)
+
+
+def prepare_shots(only: str = "") -> list[Subject]:
+    """Every operation of bytes of every rank's step, for each scheme and pair of compressors."""
+    from hvd_adaptive.engine.routing import routes_of
+
+    subjects: list[Subject] = []
+    for (scheme, topology), (spec, small) in itertools.product(SHOTS.items(), SHOT_SPECS):
+        name = f"{scheme} of {spec} and {small}"
+        if only not in name:
+            continue
+        config = CompressionConfig.of(spec, {"small": small}, "ef", scheme)
+        (bucket,) = build_buckets(SHOT_LAYERS, routes_of(config, SHOT_LAYERS, frozenset()), 1 << 30)
+        sent, received, results = recorded(bucket, topology)
+        for number, rank in itertools.product(range(MOST_OPERATIONS), range(topology.size)):
+            own = [each[rank] for each in received if each]
+            if number >= len(own) or own[number].dtype != torch.uint8:
+                continue
+            where = (bucket, topology, rank, number, sent, own, results[rank])
+            body = own[number].numpy().tobytes()
+            subjects.append(ShotSubject(name, None, (1,), [body], [], *where))
+    return subjects
+
+
 def refused(error: ValueError) -> str:
     """What a refusal said."""
     return f"refused: {error}"
@@ -486,9 +697,13 @@ def refused(error: ValueError) -> str:
 
 def operations(subject: Subject) -> list[Callable[[Subject, Tensor, Place], Result]]:
     """What takes this subject's payloads."""
+    if isinstance(subject, ShotSubject):
+        return [subject.receive]
     if isinstance(subject.compressor, LinearCompressor):
         return [add_linear]
     found = [add, add_to_sum, frames]
+    if isinstance(subject.compressor, GatheredCompressor) and not subject.compressor.whole_model:
+        found.append(reduce)
     if len(subject.sizes) == 1:
         found.append(add_one)
     if isinstance(subject.compressor, SparseCompressor):
@@ -658,7 +873,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--cases and --jobs are 1 or more, --first is 0 or more")
     torch.set_num_threads(1)
     start = time.perf_counter()
-    subjects = prepare(given.compressor)
+    subjects = prepare(given.compressor) + prepare_shots(given.compressor)
     if not subjects:
         parser.error(f"no compressor's specification contains {given.compressor!r}: {', '.join(SPECS)}")
     cases = range(given.first, given.first + given.cases)

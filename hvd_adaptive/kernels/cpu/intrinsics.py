@@ -91,6 +91,7 @@ def _reinterpret(source: Any, target: Any) -> Any:
 
 
 float32_pointer = _pointer(types.float32)
+uint8_pointer = _pointer(types.uint8)
 uint32_pointer = _pointer(types.uint32)
 int64_pointer = _pointer(types.int64)
 uint64_pointer = _pointer(types.uint64)

@@ -42,6 +42,7 @@ from hvd_adaptive.kernels.cpu.rounding import (
     POWERS,
     SIDES,
     TABLE,
+    UNIFORM,
     block_levels,
     choose_codes,
     decode_codes,
@@ -88,7 +89,7 @@ TRUNCATED, HEADER, NORM, CODE, PADDING, TRAILING, STREAM = (
 
 
 @kernel
-def _form(x, g, n, sums):
+def form(x, g, n, sums):
     """(address of n values of x + g, their largest magnitude as bits): x's own without a gradient."""
     a = carray(float32_pointer(x), n)
     top = int32(0)
@@ -120,7 +121,7 @@ def _total(terms, n):
 
 
 @kernel
-def _squares(address, n, terms):
+def squares(address, n, terms):
     """The energy of n values."""
     a = carray(float32_pointer(address), n)
     for i in range(n):
@@ -149,7 +150,7 @@ def _mean(address, n, terms):
 
 
 @kernel
-def _put_norms(out, address, n, energy, top, norm, clip, terms):
+def put_norms(out, address, n, energy, top, norm, clip, terms):
     """Write the norms of one block; returns the address after them."""
     if norm == SIDES:
         store_f32(out, _mean_of_side(address, n, np.float32(-1), terms))
@@ -178,12 +179,12 @@ def _measure(x, g, n, block, norm, clip, out, work):
     energy = 0.0
     for start in range(0, n, block):
         size = min(block, n - start)
-        values, top = _form(x + 4 * start, g + 4 * start if g else 0, size, sums_address)
+        values, top = form(x + 4 * start, g + 4 * start if g else 0, size, sums_address)
         if top >= INF:
             return -1.0, out
-        block_energy = _squares(values, size, terms)
+        block_energy = squares(values, size, terms)
         energy += block_energy
-        out = _put_norms(out, values, size, block_energy, top, norm, clip, terms)
+        out = put_norms(out, values, size, block_energy, top, norm, clip, terms)
     return energy, out
 
 
@@ -202,7 +203,7 @@ def _encode(x, g, n, bits, stream, rule, levels, alphabet, norms, out, work):
     sent, ready = 0.0, 0
     for start in range(0, n, block):
         size = min(block, n - start)
-        values, _ = _form(x + 4 * start, g + 4 * start if g else 0, size, sums_address)
+        values, _ = form(x + 4 * start, g + 4 * start if g else 0, size, sums_address)
         scale, table = block_levels(norms, norm == SIDES, levels, pair)
         norms += 8 if norm == SIDES else 4
         chosen = codes[ready:]
@@ -293,10 +294,10 @@ class _Work(threading.local):
         )
 
 
-_work = _Work()
+buffers_of_thread = _Work()
 
 
-def _numbers_of(rule: QuantizationRule) -> tuple[int, int, int, float]:
+def numbers_of(rule: QuantizationRule) -> tuple[int, int, int, float]:
     return rule.block, int(rule.norm), int(rule.rounding), float(rule.clip)
 
 
@@ -335,18 +336,18 @@ def compress_(
         keys,
         dithers,
         addresses,
-        _numbers_of(rule),
+        numbers_of(rule),
         tables.levels,
         tables.alphabets,
         buffer.data_ptr() + reserve,
         stats,
-        _work.arrays(rule.block),
+        buffers_of_thread.arrays(rule.block),
     )
     return buffer[: reserve + size], stats
 
 
 @kernel
-def _bad_norm(norms, count):
+def bad_norm(norms, count):
     """Index of the first of count norms that is negative (or -0), NaN or Inf; -1 where all are good."""
     for i in range(count):
         if load_u32(norms + 4 * i) >= uint32(INF):
@@ -355,7 +356,7 @@ def _bad_norm(norms, count):
 
 
 @kernel
-def _bad_codes(codes, skip, count, last, alphabet):
+def bad_codes(codes, skip, count, last, alphabet):
     """What is wrong with count codes after the first ``skip``, and with the padding if ``last``."""
     largest = int32(0)
     chosen = codes[skip : skip + count]
@@ -380,12 +381,23 @@ def _add(out, n, scale, decoded):
 
 
 @kernel
-def _add_block(out, n, scale, norms, codes, rule, levels, alphabet, pair, decoded):
+def _add_even(out, codes, n, norm, scale, alphabet):
+    """out += scale * (norm * the codes' levels), which are evenly spaced: as ``decode_codes``."""
+    total = carray(float32_pointer(out), n)
+    top = np.float32((alphabet - 1) >> 1)
+    for i in range(n):
+        total[i] += scale * (norm * ((np.float32(int32(codes[i])) - top) / top))
+
+
+@kernel
+def add_block(out, n, scale, norms, codes, rule, levels, alphabet, pair, decoded):
     """Decode the codes of one block, whose norms are at ``norms``, and add them."""
     _, norm, rounding, _ = rule
     value, table = block_levels(norms, norm == SIDES, levels, pair)
     if rounding in (TABLE, POWERS) and alphabet <= FEW_TO_DECODE:
         add_few(out, codes, n, value, scale, levels, alphabet)
+    elif rounding == UNIFORM and alphabet > 2:
+        _add_even(out, codes, n, value, scale, alphabet)
     else:
         decode_codes(codes, n, value, rounding, table, alphabet, decoded)
         _add(out, n, scale, decoded)
@@ -411,7 +423,7 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     after = start + bytes_of_codes(n, header, alphabet)
     if after > end:
         return TRUNCATED, end, True
-    bad = _bad_norm(norms, count)
+    bad = bad_norm(norms, count)
     if bad >= 0:
         return NORM, norms + 4 * bad, True
     codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
@@ -419,11 +431,11 @@ def _add_layer(position, end, out, n, scale, rule, levels, alphabets, work):
     for first in range(0, n, block):
         size = min(block, n - first)
         skip = unpack_codes(start, after, first, size, header, alphabet, codes_address)
-        damage = _bad_codes(codes, skip, size, first + size == n, alphabet)
+        damage = bad_codes(codes, skip, size, first + size == n, alphabet)
         if damage:
             return damage, start + bytes_of_codes(first, header, alphabet), True
         part, row = codes[skip:], levels[header]
-        _add_block(out + 4 * first, size, scale, norms, part, rule, row, alphabet, pair, decoded)
+        add_block(out + 4 * first, size, scale, norms, part, rule, row, alphabet, pair, decoded)
         norms += 8 if sides else 4
     return 0, after, True
 
@@ -449,7 +461,7 @@ def _add_stream(norms, stream, end, out, n, scale, rule, levels, alphabet, group
     """Decode a Huffman-coded layer: (damage, address of the damage)."""
     block, norm, _, _ = rule
     sides = norm == SIDES
-    bad = _bad_norm(norms, ((n + block - 1) // block) * (2 if sides else 1))
+    bad = bad_norm(norms, ((n + block - 1) // block) * (2 if sides else 1))
     if bad >= 0:
         return NORM, norms + 4 * bad
     codes, decoded, pair = work[2], work[3], np.empty(2, np.float32)
@@ -462,7 +474,7 @@ def _add_stream(norms, stream, end, out, n, scale, rule, levels, alphabet, group
         if bit < 0:
             return STREAM, stream
         left -= ready - before
-        _add_block(out + 4 * first, size, scale, norms, codes, rule, levels, alphabet, pair, decoded)
+        add_block(out + 4 * first, size, scale, norms, codes, rule, levels, alphabet, pair, decoded)
         norms += 8 if sides else 4
         ready = move_down(codes, ready, size)
     return (0, end) if is_whole(stream, end, bit) else (STREAM, stream)
@@ -481,8 +493,8 @@ def _add_coded(
     numels = check_outs(body, outs)
     data, marks = body.numpy(), np.zeros(len(outs), np.uint8)
     decoders = {bits: Decoder(code, data.size) for bits, code in codes.items()}
-    address, factor, numbers = body.data_ptr(), np.float32(scale), _numbers_of(rule)
-    work = _work.arrays(rule.block)
+    address, factor, numbers = body.data_ptr(), np.float32(scale), numbers_of(rule)
+    work = buffers_of_thread.arrays(rule.block)
     for layer in [*layers_of(data, start, numels, rule, tables, codes)]:
         out, bits = outs[layer.index].data_ptr(), layer.bits
         if layer.stream:
@@ -535,11 +547,11 @@ def decompress_add_(
         addresses,
         numels,
         np.float32(scale),
-        _numbers_of(rule),
+        numbers_of(rule),
         tables.levels,
         tables.alphabets,
         marks,
-        _work.arrays(rule.block),
+        buffers_of_thread.arrays(rule.block),
     )
     if damage:
         raise damaged(damage, layer, int(numels[layer]) if outs else 0, position, body.numel())
@@ -606,11 +618,9 @@ def norm_histogram(
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.norm_histogram`. Releases the GIL."""
     weights, bins = np.zeros(WEIGHT_BINS), np.empty(rule.block, np.uint32)
     norms = np.empty(rule.norm_bytes(x.numel()) + SLACK, np.uint8)
-    work = _work.arrays(rule.block)
+    work = buffers_of_thread.arrays(rule.block)
     address, blocks = x.data_ptr(), norms.ctypes.data
-    beyond = _norm_histogram(
-        address, x.numel(), _numbers_of(rule), squared, blocks, weights, bins, work
-    )
+    beyond = _norm_histogram(address, x.numel(), numbers_of(rule), squared, blocks, weights, bins, work)
     return weights, beyond if beyond >= 0 else float("nan")
 
 

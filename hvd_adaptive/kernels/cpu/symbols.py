@@ -9,17 +9,26 @@ hold, and what stands near either end, is decoded symbol by symbol.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, uint8, uint16, uint32, uint64
+from numba import carray, int64, uint8, uint16, uint32, uint64
 
 from hvd_adaptive.kernels.cpu.compiling import kernel
-from hvd_adaptive.kernels.cpu.intrinsics import load_u64, store_u64
+from hvd_adaptive.kernels.cpu.intrinsics import (
+    load_u64,
+    store_u64,
+    uint8_pointer,
+    uint32_pointer,
+    uint64_pointer,
+)
 from hvd_adaptive.kernels.cpu.packing import group_size, pack_codes
 from hvd_adaptive.kernels.cpu.streams import stream_window
 from hvd_adaptive.kernels.huffman import CHUNK, MAX_GROUP, MAX_LENGTH, Code
+from hvd_adaptive.wire.quantized import MAX_BITS
 
 STEP_BITS = 12
 """Bits looked up at once; the codes there fit in a word, and tables for all of them in cache."""
@@ -117,6 +126,36 @@ class Decoder:
         _fill_steps(table, digits, code.group, bits, sizes, counts, codes)
         self.group = code.group
         self.tables: tuple[npt.NDArray[Any], ...] = (table, digits, sizes, counts, codes)
+
+
+def decoder_addresses(decoders: Mapping[int, Decoder]) -> npt.NDArray[np.int64]:
+    """For each number of bits, where its decoder's tables are: :func:`tables_at` makes them of it.
+
+    Kernels that decode several bodies at once take it, since each of these has codes of its own.
+
+    Args:
+        decoders: by bits; they must outlive the addresses.
+
+    Returns:
+        ``int64[9, 11]``: the group (0 where there is no code), and address and length of each table.
+    """
+    found = np.zeros((MAX_BITS + 1, 11), np.int64)
+    for bits, decoder in decoders.items():
+        rows = [(table.ctypes.data, table.size) for table in decoder.tables]
+        found[bits] = [decoder.group, *itertools.chain.from_iterable(rows)]
+    return found
+
+
+@kernel
+def tables_at(row):
+    """The tables of a decoder, from a row of :func:`decoder_addresses`."""
+    return (
+        carray(uint32_pointer(row[1]), row[2]),
+        carray(uint64_pointer(row[3]), row[4]),
+        carray(uint8_pointer(row[5]), row[6]),
+        carray(uint8_pointer(row[7]), row[8]),
+        carray(uint64_pointer(row[9]), row[10]),
+    )
 
 
 @kernel
