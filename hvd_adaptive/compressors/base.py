@@ -302,6 +302,22 @@ class Compressor(ABC):
         In expectation where rounding is random.
         """
 
+    def sent_energies(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        context: LayerContext = NO_CONTEXT,
+    ) -> Float64s:
+        """Squared L2 norm of what the payload of ``x`` decodes to at each of ``levels``.
+
+        In expectation where rounding is random. What a biased compressor sends is at right angles to
+        what it leaves, so that its energy is the tensor's less the error; random rounding around the
+        tensor adds its error instead. Cost: that of :meth:`errors`, and a dot product.
+        """
+        errors = self.errors(x, levels, context)
+        energy = float(x @ x)
+        return np.maximum(energy - errors, 0.0) if self.biased else energy + errors
+
     @abstractmethod
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Bytes that a layer of ``numel`` elements sends at ``level`` (at most; close to it, unless

@@ -209,6 +209,28 @@ class Quantizer(GatheredCompressor):
         errors, _ = kernels.expected_error_at(weights, tables, bits)
         return errors + beyond
 
+    def sent_energies(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        context: LayerContext = NO_CONTEXT,
+    ) -> Float64s:
+        """By compressing where values saturate, whose rounding is around something else than ``x``.
+
+        Else from the errors; see :meth:`Compressor.sent_energies`.
+        """
+        if self.rule.norm is not Norm.clipped:
+            return super().sent_energies(x, levels, context)
+        found = np.empty(len(levels))
+        for index, level in enumerate(levels):
+            one_layer, keys = np.array([0, x.numel()]), np.array([context.key], np.uint64)
+            batch = LayerBatch(
+                x.clone(), one_layer, [level], keys=keys, state=context.state, rotation=context.rotation
+            )
+            _, stats = self.compress_layers_(batch)
+            found[index] = np.nan if stats.nonfinite[0] else stats.sent[0]
+        return found
+
     def _norm_histogram(
         self, x: Tensor, context: LayerContext, *, squared: bool
     ) -> tuple[Float64s, float]:
