@@ -99,6 +99,20 @@ def errors_of(
     return errors
 
 
+def sent_energies_of(
+    x: Tensor,
+    layer: Layer,
+    candidates: Sequence[Candidate],
+    states: Mapping[Compressor, CodecState] | None = None,
+) -> Float64s:
+    """Squared L2 norm of what every candidate sends, ``float64[C]``; arguments as of :func:`errors_of`."""
+    energies = np.zeros(len(candidates))
+    for compressor, mine, levels, state in _by_compressor(candidates, states):
+        context = LayerContext(shape=layer.shape, state=state)
+        energies[mine] = compressor.sent_energies(x, levels, context)
+    return energies
+
+
 def sizes_of(
     x: Tensor,
     layer: Layer,

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
+from hvd_adaptive.adaptation.candidates import (
+    Candidate,
+    candidates_of,
+    errors_of,
+    sent_energies_of,
+    sizes_of,
+)
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.collectives import planned_link_bytes, scheme_for
 from hvd_adaptive.compressors.base import CodecState, Compressor
@@ -163,9 +169,9 @@ class Sampler:
         """The first step of these factors."""
         self.sampled = 0
         """Steps whose gradients counted for the errors since the last plan."""
-        # this step's sums: energy of each layer, error at each factor, energy of what is compressed
+        # this step's sums: energy of each layer; over the layers, what each factor sends, and of what
         self._energy: dict[str, float] = {}
-        self._lost: Float64s = np.zeros(len(factors))
+        self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
 
     # --- when -------------------------------------------------------------------------------------
@@ -226,17 +232,23 @@ class Sampler:
             row.sample(grad, x, energy, self._states)
         self._energy[layer.name] = energy
         if self.factors and self.measures_gains(step):
-            self._measure_gains(row, x)
+            self._measure_gains(row, energy, x)
 
-    def _measure_gains(self, row: LayerSamples, x: Tensor) -> None:
+    def _measure_gains(self, row: LayerSamples, energy: float, x: Tensor) -> None:
+        """Add what the layer sends at each factor: norms, or energies (``FEEDBACK_GAINS``)."""
         whole = float(x @ x)
         if not np.isfinite(whole):
             return
         indices = self._at_factors(row)
         chosen = [row.candidates[max(0, index)] for index in indices]
-        errors = errors_of(x, row.layer, chosen, self._states)
-        self._lost += np.where(np.array(indices) == DENSE, 0.0, errors)
-        self._whole += whole
+        energies = sent_energies_of(x, row.layer, chosen, self._states)
+        sent = np.where(np.array(indices) == DENSE, whole, energies)
+        if Measurement.FEEDBACK_GAINS in self._needs:
+            self._sent += sent
+            self._whole += whole
+        else:
+            self._sent += np.sqrt(sent)
+            self._whole += energy**0.5
 
     def _at_factors(self, row: LayerSamples) -> list[int]:
         """The candidate at each factor; looked up once for the same factors."""
@@ -251,17 +263,17 @@ class Sampler:
         if factors != self.factors:
             self.factors_since = step + 1
         self.factors = factors
-        self._lost = np.zeros(len(factors))
+        self._sent = np.zeros(len(factors))
 
     # --- what was measured ------------------------------------------------------------------------
 
     def step_vector(self, step: int) -> Float64s:
         """Gain at each factor and energy of each layer in this step, which is forgotten."""
-        gains = 1.0 - self._lost / self._whole if self._whole else np.ones(len(self.factors))
+        gains = self._sent / self._whole if self._whole else np.ones(len(self.factors))
         if not self.measures_gains(step):
             gains = np.full(len(self.factors), np.nan)
         energy = [self._energy.get(name, 0.0) for name in self.rows]
-        self._lost, self._whole, self._energy = np.zeros(len(self.factors)), 0.0, {}
+        self._sent, self._whole, self._energy = np.zeros(len(self.factors)), 0.0, {}
         return np.concatenate([gains, energy])
 
     def take(self) -> Float64s:
@@ -302,7 +314,7 @@ class Sampler:
     def restore_factors(self, factors: tuple[float, ...], since: int) -> None:
         """Measure gains at these factors, as since that step."""
         self.factors, self.factors_since = factors, since
-        self._lost = np.zeros(len(factors))
+        self._sent = np.zeros(len(factors))
 
 
 def table_of_layers(

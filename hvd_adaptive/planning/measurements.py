@@ -27,6 +27,8 @@ class Measurement(Enum):
     """``PlanningInput.own`` when a plan is made: every rank then has levels of its own."""
     GAINS = "gains"
     """``gains`` at ``Planner.factors`` now and then; ``seconds`` and ``factor`` every step."""
+    FEEDBACK_GAINS = "gains of feedback"
+    """Gains are shares of the energy of what is compressed, not of the gradients' norms."""
     GAINS_BEFORE_SEND = "gains first"
     """This step's gains before it is sent: observe them alone, plan if due, send, observe the rest."""
     ENERGY = "energy"
@@ -65,7 +67,9 @@ class StepMeasurements:
         samples: training samples that all ranks together consumed; 1 where that is not known, so that
             throughputs are in steps.
         factor: :attr:`Decision.factor` of the plan that it ran under.
-        gains: by compression factor, ``|C(x)|^2 / |x|^2`` of the whole model, mean over the ranks.
+        gains: by compression factor, ``sum |C(x_l)| / sum |g_l|`` over the layers, with ``g_l`` the
+            gradient and ``x_l`` what is compressed, which feedback has added to; for
+            ``FEEDBACK_GAINS``, ``sum |C(x_l)|^2 / sum |x_l|^2``. Mean over the ranks.
         energy: ``float64[L]``: squared L2 norm of each layer's gradient (without what feedback adds),
             mean over the ranks.
         learning_rate: of the optimizer.
