@@ -615,7 +615,11 @@ def _check_slots(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]
 def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]) -> None:
     """Levels are among the candidates that there are."""
     for name, (compressor, level) in planned(state).items():
-        known = (DENSE + 1,) if compressor is None else compressor.levels(layers[name])
+        if compressor is None:
+            known = [DENSE + 1.0]
+        else:
+            factors = () if run.recipe is None else run.recipe.candidate_factors()
+            known = [each.level for each in candidates_of(layers[name], [compressor], factors)]
         if level not in known:
             raise _refused(f"planned[{name!r}]", f"has the level {level}, which is none of its own")
     controller = state["controller"]
@@ -672,7 +676,8 @@ def _candidates(run: Run, layer: Layer) -> tuple[Candidate, ...]:
     own = run.choice.compressor_of(layer)
     if isinstance(own, CastCompressor) or own.whole_model:
         return ()
-    return candidates_of(layer, tuple(dict.fromkeys([own, *run.alternatives])))
+    factors = () if run.recipe is None else run.recipe.candidate_factors()
+    return candidates_of(layer, tuple(dict.fromkeys([own, *run.alternatives])), factors)
 
 
 def _measured(candidates: Sequence[Candidate]) -> int:

@@ -32,7 +32,7 @@ from hvd_adaptive.adaptation.messages import (
     Votes,
     from_json,
 )
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, with_averages
+from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
 from hvd_adaptive.adaptation.timing import (
     CollectiveTiming,
     local_measurements,
@@ -138,6 +138,9 @@ class AdaptationController:
             buckets: their buckets' indices.
             other_bytes: that the layers which nobody plans for put on this rank's link in a step.
             dense_only: in the warm-up.
+
+        Raises:
+            ValueError: the planner asks for levels that no layer has; on all ranks.
         """
         self._buckets, self._other_bytes = dict(buckets), other_bytes
         self.idle = dense_only
@@ -149,10 +152,12 @@ class AdaptationController:
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
-        rows = (
-            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node)
+        asked = self.recipe.candidate_factors()
+        rows = [
+            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked)
             for row in layers
-        )
+        ]
+        check_ranges(self.recipe, rows)
         self._sampler.rows = {row.layer.name: row for row in rows}
         self._levels = {name: row.default for name, row in self._sampler.rows.items()}
         self._last_decision, self.expected = (), {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvd_adaptive.adaptation.candidates import (
 )
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.collectives import planned_link_bytes, scheme_for
+from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import DENSE, CandidateTable, Measurement, Recipe, StepMeasurements
@@ -73,9 +74,10 @@ class LayerSamples:
         alternatives: Sequence[Compressor],
         ranks: int,
         ranks_per_node: int = 1,
+        factors: Sequence[float] = (),
     ) -> LayerSamples:
-        """Nothing has been measured yet."""
-        candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])))
+        """Nothing has been measured yet; ``factors`` as of :func:`candidates_of`."""
+        candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])), factors)
         mine = [index for index, row in enumerate(candidates) if row.compressor == own]
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
         sizes = np.array([row.link_bytes(layer, ranks, scheme, ranks_per_node) for row in candidates])
@@ -315,6 +317,23 @@ class Sampler:
         """Measure gains at these factors, as since that step."""
         self.factors, self.factors_since = factors, since
         self._sent = np.zeros(len(factors))
+
+
+def check_ranges(recipe: Recipe, rows: Iterable[LayerSamples]) -> None:
+    """ValueError if the recipe asks for levels that no layer has.
+
+    A small layer may have few: of the layers with the same compressors, the one counts whose
+    compression factors span the most.
+    """
+    widest: dict[str, tuple[float, Float64s, float]] = {}
+    for row in rows:
+        factors = np.array([each.nominal_factor(row.layer) for each in row.candidates])
+        span = float(factors.max() / factors.min())
+        compressors = " or ".join(sorted({format_spec(each.compressor) for each in row.candidates}))
+        if compressors not in widest or span > widest[compressors][0]:
+            widest[compressors] = span, factors, float(factors[row.default])
+    for compressors, (_, factors, default) in widest.items():
+        recipe.check_range(compressors, factors, default)
 
 
 def table_of_layers(

@@ -34,6 +34,7 @@ from hvd_adaptive.compressors.base import (
     Level,
     Shape,
     check_input,
+    whole_bounds,
 )
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
@@ -83,7 +84,12 @@ class Quantizer(GatheredCompressor):
         """Bits from twice the default to half of it, by one (L-GreCo's search range)."""
         del layer
         bits = int(self.level)
-        return tuple(width for width in range(2 * bits, bits // 2 - 1, -1) if width in self.widths)
+        low, high = self._range() or (bits // 2, 2 * bits)
+        return tuple(width for width in range(high, low - 1, -1) if width in self.widths)
+
+    def _range(self) -> tuple[int, int] | None:
+        """The explicit range of bits."""
+        return whole_bounds(self, self.widths[0], self.widths[-1], "bits")
 
     def tables(self, bits: Sequence[int], state: CodecState | None) -> Tables:
         """The levels for these numbers of bits: fixed ones, or those of ``state``."""
@@ -358,6 +364,8 @@ class _Random(Quantizer):
         _check_choice(self.name, "coding", self.coding, CODINGS)
         _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
+        self._range()
+        super().__post_init__()
 
     @property
     def level(self) -> Level:
@@ -561,6 +569,8 @@ class TernGrad(Quantizer):
         _check_block(self.name, self.block)
         if not 0.0 <= self.clip < float("inf"):
             raise ValueError(f"terngrad: clip is 0 or a number of deviations, got {self.clip}")
+        self._range()
+        super().__post_init__()
 
     @property
     def entropy_coded(self) -> bool:
@@ -592,6 +602,8 @@ class _Signs(Quantizer):
     def __post_init__(self) -> None:
         _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
+        self._range()
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -706,7 +718,7 @@ class _Learned(_Random):
     def state_key(self) -> Compressor:
         """Levels are learned for all bits, and whatever the coding and the random numbers."""
         return dataclasses.replace(
-            self, bits=type(self).bits, coding=type(self).coding, correlated=False
+            self, bits=type(self).bits, coding=type(self).coding, correlated=False, level_range=""
         )
 
     def new_state(self) -> LearnedLevels:
@@ -788,7 +800,12 @@ class ALQ(_Learned):
         """As of the others; but levels with 0 are not those without."""
         zero = str(self.with_zero).lower()
         return dataclasses.replace(
-            self, bits=type(self).bits, coding=type(self).coding, zero=zero, correlated=False
+            self,
+            bits=type(self).bits,
+            coding=type(self).coding,
+            zero=zero,
+            correlated=False,
+            level_range="",
         )
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adaptive.arrays import Float64s
-from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions, require_factors
 from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
 from hvd_adaptive.planning.table import CandidateTable, Limits
 
@@ -60,6 +60,16 @@ class CriticalRegimes(BudgetOptions):
                 f"0 < high={self.high:g} <= low={self.low:g} (multiples of the default's bytes)"
             )
         super().__post_init__()
+
+    def check_range(self, compressors: str, factors: Float64s, default: float) -> None:
+        """ValueError unless ``low`` and ``high`` lie in the range.
+
+        Where all levels have one factor, only the data tell how many bytes a level sends.
+        """
+        if len(factors) > 1 and factors.min() == factors.max():
+            return
+        ends = default / self.low, default / self.high
+        require_factors(compressors, factors, ends, "write a smaller low or a larger high")
 
     def budget(self, ranks: int = 1) -> Budget:
         """Starts critical."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions, require_factors
 from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
 from hvd_adaptive.planning.table import CandidateTable, Limits
 
@@ -46,7 +47,8 @@ class Throughput(BudgetOptions):
     ``theta_min`` times 2, 4, 16, 256 (exponential) or times 2, 4, 8, ... (geometric), up to
     ``theta_max``. Where a candidate's gain is within ``omega`` of the smallest factor's, it becomes the
     smallest factor: the candidate that was tried, as the paper's text says (its listing takes the next
-    one, whose gain nobody has seen).
+    one, whose gain nobody has seen). Candidates outside a compressor's own range of levels extend it,
+    where levels are densities; else, and where an explicit range leaves them out, they are an error.
 
     Gains are lower while residuals are empty than under a factor's own feedback, and dense steps empty
     them: a run that is sent dense would stay dense. So after some dense steps the smallest factor is
@@ -113,6 +115,24 @@ class Throughput(BudgetOptions):
         scale = theta / self.theta_min
         grown = scale**2 if self.policy == "exponential" and scale > 1 else 2 * scale
         return float(min(grown * self.theta_min, self.theta_max))
+
+    def candidate_factors(self) -> tuple[float, ...]:
+        """All of the search.
+
+        Example:
+            >>> Throughput(theta_min=1.5, theta_max=20).candidate_factors()
+            (1.5, 3.0, 6.0, 20.0)
+        """
+        found = [float(self.theta_min)]
+        while found[-1] < self.theta_max:
+            found.append(self.after(found[-1]))
+        return tuple(found)
+
+    def check_range(self, compressors: str, factors: Float64s, default: float) -> None:
+        """ValueError unless ``theta_min`` and ``theta_max`` lie in the range."""
+        del default
+        ends = self.theta_min, self.theta_max
+        require_factors(compressors, factors, ends, "write another theta_min or theta_max")
 
     def budget(self, ranks: int = 1) -> Budget:
         """Smooths with a weight of ``ranks / 100``."""
@@ -256,7 +276,9 @@ class ThroughputBudget(Budget):
     def _eligible(self) -> list[tuple[float, float, float]]:
         """Factor, throughput and minus the factor, where the gain suffices; never dense."""
         return [
-            (theta, speed.mean, -theta) for theta, speed in self._speeds.items() if self._suffices(theta)
+            (theta, speed.mean, -theta)
+            for theta, speed in self._speeds.items()
+            if self._suffices(theta)
         ]
 
     def _saturated(self) -> float | None:
