@@ -38,9 +38,9 @@ MAX_RANK = 64
 LARGEST_RANK = 1 << 12
 LARGEST = float(torch.finfo(torch.float32).max)
 FAR_FROM_LARGEST = 2.0**96
-"""While a factor is below it, no float32 minus the product becomes infinite: rows of the other one, whose
-columns are orthonormal, have a norm of 1 at most, and elements of the product are below 2^102 up to rank
-2^12."""
+"""While a factor is below it, no float32 minus the product becomes infinite: rows of the other one,
+whose columns are orthonormal, have a norm of 1 at most, and elements of the product are below 2^102 up
+to rank 2^12."""
 
 
 @dataclass(frozen=True)
