@@ -41,15 +41,16 @@ from torch import Tensor
 
 from hvd_adaptive import feedback
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
+from hvd_adaptive.adaptation.sampling import SKETCH
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.routing import routes_of
 from hvd_adaptive.feedback import RESIDUAL, FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.planning import DENSE, Recipe
+from hvd_adaptive.planning import DENSE, Measurement, Recipe
 
-STATE_FORMAT = 7
+STATE_FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -381,8 +382,17 @@ _PILOT = _record(
     message=_maybe(_message),
     table=_maybe(_table),
     sampled=_count,
-    # of each layer: sums, of how many gradients, and their sum where they are accumulated
-    measured=_by_name(_row(_list_of(_number), _count, _maybe(_values([torch.float32])))),
+    # of each layer: sums, of how many gradients, and their sum where they are accumulated; the sum of
+    # the period's gradients, and how many these are
+    measured=_by_name(
+        _row(
+            _list_of(_number),
+            _count,
+            _maybe(_values([torch.float32])),
+            _maybe(_values([torch.float32])),
+            _count,
+        )
+    ),
 )
 _STATE = _record(
     rounds=_count,
@@ -576,9 +586,10 @@ def _check_names(
         for slot, tensor in slots.items()
     ]
     tensors += [
-        (f"controller['measured'][{name!r}][2]", name, total)
-        for name, (_, _, total) in controller["measured"].items()
-        if total is not None
+        (f"controller['measured'][{name!r}][{place}]", name, row[place])
+        for name, row in controller["measured"].items()
+        for place in (2, 3)
+        if row[place] is not None
     ]
     for path, name, tensor in tensors:
         if tensor.numel() != layers[name].numel:
@@ -615,12 +626,10 @@ def _check_slots(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]
 def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]) -> None:
     """Levels are among the candidates that there are."""
     for name, (compressor, level) in planned(state).items():
-        if compressor is None:
-            known = [DENSE + 1.0]
-        else:
-            factors = () if run.recipe is None else run.recipe.candidate_factors()
-            known = [each.level for each in candidates_of(layers[name], [compressor], factors)]
-        if level not in known:
+        known = (DENSE + 1,) if compressor is None else compressor.levels(layers[name])
+        # a planner may have asked for a factor that has a level of its own
+        exact = compressor is not None and compressor.level_of_factor(1 / (level or 1)) is not None
+        if level not in known and not (exact and 0 < level <= 1):
             raise _refused(f"planned[{name!r}]", f"has the level {level}, which is none of its own")
     controller = state["controller"]
     if run.recipe is None or controller is None:
@@ -639,6 +648,8 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
                 "with the same compression and candidates",
             )
     total = sum(map(_measured, rows.values()))
+    if Measurement.PERIOD_ENERGY in run.recipe.planner(run.ranks).needs:
+        total += sum(min(layers[name].numel, SKETCH) + 1 for name in rows)
     table = controller["table"] or []
     for row in table if table and isinstance(table[0], list) else [table]:
         if len(row) not in (0, total):

@@ -122,7 +122,7 @@ def sent_energies_of(
     candidates: Sequence[Candidate],
     states: Mapping[Compressor, CodecState] | None = None,
 ) -> Float64s:
-    """Squared L2 norm of what each candidate sends, ``float64[C]``; arguments: see :func:`errors_of`."""
+    """Squared norm of what each candidate sends, ``float64[C]``; arguments as of :func:`errors_of`."""
     energies = np.zeros(len(candidates))
     for compressor, mine, levels, state in _by_compressor(candidates, states):
         context = LayerContext(shape=layer.shape, state=state)

@@ -270,7 +270,12 @@ class AdaptationController:
         """The decision for all ranks, and what is expected of it."""
         start = perf_counter()
         everyone = np.atleast_2d(measured)
-        mean = self._sampler.table(everyone.mean(axis=0))
+        averages: Float64s = everyone.mean(axis=0)
+        mean = self._sampler.table(averages)
+        if Measurement.PERIOD_ENERGY in self._needs:
+            energy, steps = self._sampler.period(averages)
+            facts = StepMeasurements(step, period_energy=energy, period_steps=steps)
+            self._worker.planner.observe(facts)
         # of as many ranks as there are now: a run may have been resumed with others
         own = (
             [self._sampler.table(each) for each in everyone] if len(everyone) == self._ranks > 1 else []
