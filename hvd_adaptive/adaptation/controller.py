@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.adaptation.base import Assignment
+from hvd_adaptive.adaptation.base import Assignment, Chain
 from hvd_adaptive.adaptation.forecast import Forecast
 from hvd_adaptive.adaptation.messages import (
     DecisionMessage,
@@ -201,16 +201,15 @@ class AdaptationController:
         """Whether :meth:`observe` wants to see the layers of this step."""
         return self._sampler.observes(step)
 
-    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
-        """Measure one layer.
+    def chain(self, layers: Sequence[Layer]) -> Chain | None:
+        """See :meth:`Sampler.chain`."""
+        return self._sampler.chain(layers)
 
-        Args:
-            layer: which.
-            grad: this rank's gradient, 1-D float32.
-            x: what is compressed: the gradient, with what feedback adds.
-            step: number of the step.
-        """
-        self._sampler.observe(layer, grad, x, step)
+    def observe(
+        self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
+    ) -> None:
+        """Measure one layer; arguments as of :meth:`Sampler.observe`."""
+        self._sampler.observe(layer, grad, x, step, sent)
 
     def end_step(
         self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]

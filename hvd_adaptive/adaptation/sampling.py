@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_adaptive.adaptation.base import Chain
 from hvd_adaptive.adaptation.candidates import (
     Candidate,
     candidates_of,
@@ -22,7 +23,7 @@ from hvd_adaptive.collectives import planned_link_bytes, scheme_for
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer, PayloadKind
-from hvd_adaptive.planning import DENSE, CandidateTable, Measurement, Recipe, StepMeasurements
+from hvd_adaptive.planning import CandidateTable, Measurement, Recipe, StepMeasurements
 from hvd_adaptive.rng import mix
 
 SKETCH = 1021
@@ -278,7 +279,25 @@ class Sampler:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
+    def chain(self, layers: Sequence[Layer]) -> Chain | None:
+        """The levels of some layers at each factor whose gain is measured, from the smallest on.
+
+        None where it decides on steps that have been sent, not on all of these layers, or between
+        several compressors.
+        """
+        rows = [self.rows[layer.name] for layer in layers if layer.name in self.rows]
+        if not self.exact or len(rows) < len(layers):
+            return None
+        chosen = [[row.candidates[index] for index in self._at_factors(row)] for row in rows]
+        compressors = {each.compressor for row in chosen for each in row}
+        levels = list(zip(*[[each.level for each in row] for row in chosen], strict=True))
+        if len(compressors) != 1 or len(set(levels)) < len(levels):
+            return None
+        return compressors.pop(), levels
+
+    def observe(
+        self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
+    ) -> None:
         """Measure one layer.
 
         Args:
@@ -286,6 +305,8 @@ class Sampler:
             grad: this rank's gradient, 1-D float32.
             x: what is compressed: the gradient, with what feedback adds.
             step: number of the step.
+            sent: ``float64[F]``: squared L2 norm of what it sends at each factor, where it was
+                compressed as :meth:`chain` says; else that is estimated.
         """
         row = self.rows.get(layer.name)
         if row is None:
@@ -300,17 +321,18 @@ class Sampler:
         if self._sums_periods:
             row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
-            self._measure_gains(row, energy, x)
+            self._measure_gains(row, energy, x, sent)
 
-    def _measure_gains(self, row: LayerSamples, energy: float, x: Tensor) -> None:
+    def _measure_gains(
+        self, row: LayerSamples, energy: float, x: Tensor, sent: Float64s | None
+    ) -> None:
         """Add what the layer sends at each factor: norms, or energies (``FEEDBACK_GAINS``)."""
         whole = float(x @ x)
         if not np.isfinite(whole):
             return
-        indices = self._at_factors(row)
-        chosen = [row.candidates[max(0, index)] for index in indices]
-        energies = sent_energies_of(x, row.layer, chosen, self._states)
-        sent = np.where(np.array(indices) == DENSE, whole, energies)
+        if sent is None:
+            chosen = [row.candidates[index] for index in self._at_factors(row)]
+            sent = sent_energies_of(x, row.layer, chosen, self._states)
         if Measurement.FEEDBACK_GAINS in self._needs:
             self._sent += sent
             self._whole += whole
