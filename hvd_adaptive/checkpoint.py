@@ -626,10 +626,7 @@ def _check_slots(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]
 def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]) -> None:
     """Levels are among the candidates that there are."""
     for name, (compressor, level) in planned(state).items():
-        known = (DENSE + 1,) if compressor is None else compressor.levels(layers[name])
-        # a planner may have asked for a factor that has a level of its own
-        exact = compressor is not None and compressor.level_of_factor(1 / (level or 1)) is not None
-        if level not in known and not (exact and 0 < level <= 1):
+        if not _can_be_given(level, compressor, layers[name], run.recipe):
             raise _refused(f"planned[{name!r}]", f"has the level {level}, which is none of its own")
     controller = state["controller"]
     if run.recipe is None or controller is None:
@@ -656,6 +653,20 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
             raise _refused("controller['table']", f"must have {total} numbers, got {len(row)}")
     if controller["decided"] and controller["told"]:
         _check_assigned(state, rows)
+
+
+def _can_be_given(
+    level: Level, compressor: Compressor | None, layer: Layer, recipe: Recipe | None
+) -> bool:
+    """Whether a planner can have given the level to the layer: this run's, or any where it has none."""
+    if compressor is None:
+        return level == DENSE + 1
+    factors = [1 / level] if recipe is None and 0 < level <= 1 else []
+    factors += [] if recipe is None else recipe.candidate_factors()
+    exact = [compressor.level_of_factor(factor) for factor in factors]
+    return level in compressor.levels(layer) or any(
+        each is not None and math.isclose(each, level) for each in exact
+    )
 
 
 def _check_assigned(state: Mapping[str, Any], rows: Mapping[str, tuple[Candidate, ...]]) -> None:
