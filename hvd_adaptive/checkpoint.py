@@ -42,15 +42,16 @@ from torch import Tensor
 
 from hvd_adaptive import feedback
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
+from hvd_adaptive.adaptation.sampling import SKETCH
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.routing import routes_of
 from hvd_adaptive.feedback import RESIDUAL, FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
-from hvd_adaptive.planning import DENSE, Recipe
+from hvd_adaptive.planning import DENSE, Measurement, Recipe
 
-STATE_FORMAT = 7
+STATE_FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -384,8 +385,17 @@ _PILOT = _record(
     message=_maybe(_message),
     table=_maybe(_table),
     sampled=_count,
-    # of each layer: sums, of how many gradients, and their sum where they are accumulated
-    measured=_by_name(_row(_list_of(_number), _count, _maybe(_values([torch.float32])))),
+    # of each layer: sums, of how many gradients, and their sum where they are accumulated; the sum of
+    # the period's gradients, and how many these are
+    measured=_by_name(
+        _row(
+            _list_of(_number),
+            _count,
+            _maybe(_values([torch.float32])),
+            _maybe(_values([torch.float32])),
+            _count,
+        )
+    ),
 )
 _OPERATIONS = {
     "allgather": _number,
@@ -595,9 +605,10 @@ def _check_names(
         for slot, tensor in slots.items()
     ]
     tensors += [
-        (f"controller['measured'][{name!r}][2]", name, total)
-        for name, (_, _, total) in controller["measured"].items()
-        if total is not None
+        (f"controller['measured'][{name!r}][{place}]", name, row[place])
+        for name, row in controller["measured"].items()
+        for place in (2, 3)
+        if row[place] is not None
     ]
     for path, name, tensor in tensors:
         if tensor.numel() != layers[name].numel:
@@ -634,8 +645,7 @@ def _check_slots(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]
 def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]) -> None:
     """Levels are among the candidates that there are."""
     for name, (compressor, level) in planned(state).items():
-        known = (DENSE + 1,) if compressor is None else compressor.levels(layers[name])
-        if level not in known:
+        if not _can_be_given(level, compressor, layers[name], run.recipe):
             raise _refused(f"planned[{name!r}]", f"has the level {level}, which is none of its own")
     controller = state["controller"]
     if run.recipe is None or controller is None:
@@ -654,12 +664,28 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
                 "with the same compression and candidates",
             )
     total = sum(map(_measured, rows.values()))
+    if Measurement.PERIOD_ENERGY in run.recipe.planner(run.ranks).needs:
+        total += sum(min(layers[name].numel, SKETCH) + 1 for name in rows)
     table = controller["table"] or []
     for row in table if table and isinstance(table[0], list) else [table]:
         if len(row) not in (0, total):
             raise _refused("controller['table']", f"must have {total} numbers, got {len(row)}")
     if controller["decided"] and controller["told"]:
         _check_assigned(state, rows)
+
+
+def _can_be_given(
+    level: Level, compressor: Compressor | None, layer: Layer, recipe: Recipe | None
+) -> bool:
+    """Whether a planner can have given the level to the layer: this run's, or any where it has none."""
+    if compressor is None:
+        return level == DENSE + 1
+    factors = [1 / level] if recipe is None and 0 < level <= 1 else []
+    factors += [] if recipe is None else recipe.candidate_factors()
+    exact = [compressor.level_of_factor(factor) for factor in factors]
+    return level in compressor.levels(layer) or any(
+        each is not None and math.isclose(each, level) for each in exact
+    )
 
 
 def _check_assigned(state: Mapping[str, Any], rows: Mapping[str, tuple[Candidate, ...]]) -> None:
@@ -691,7 +717,8 @@ def _candidates(run: Run, layer: Layer) -> tuple[Candidate, ...]:
     own = run.choice.compressor_of(layer)
     if isinstance(own, CastCompressor) or own.whole_model:
         return ()
-    return candidates_of(layer, tuple(dict.fromkeys([own, *run.alternatives])))
+    factors = () if run.recipe is None else run.recipe.candidate_factors()
+    return candidates_of(layer, tuple(dict.fromkeys([own, *run.alternatives])), factors)
 
 
 def _measured(candidates: Sequence[Candidate]) -> int:

@@ -1,6 +1,8 @@
 """Names with options as text: ``"name:option=value,option=value"``.
 
-What can be named so is a frozen dataclass whose fields are its options, in a registry by its name.
+What can be named so is a frozen dataclass whose fields are its options, in a registry by its name. An
+option is called as its field, or as ``metadata={"option": NAME}`` of the field says; such a field is
+written only where it is not at its default.
 """
 
 from __future__ import annotations
@@ -53,15 +55,22 @@ def read(kind: str, registry: Mapping[str, type[T]], text: object) -> T:
 def write(name: str, member: Any, defaults: bool = True) -> str:
     """The text that :func:`read` makes an equal member of, with or without options at their default."""
     options = [
-        f"{field.name}={getattr(member, field.name)}"
-        for field in dataclasses.fields(member)
-        if defaults or getattr(member, field.name) != field.default
+        f"{option}={getattr(member, field.name)}"
+        for option, field in _fields(member).items()
+        if (defaults and option == field.name) or getattr(member, field.name) != field.default
     ]
     return ":".join([name, ",".join(options)]) if options else name
 
 
+def _fields(member: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a member, or of its class, by the names of the options; its own ones first."""
+    fields = sorted(dataclasses.fields(member), key=lambda field: "option" in field.metadata)
+    return {field.metadata.get("option", field.name): field for field in fields}
+
+
 def _options(name: str, member: type, text: str) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(member)}
+    """The options in ``text``, by the names of the fields."""
+    fields = _fields(member)
     values: dict[str, Any] = {}
     for item in text.split(","):
         key, equals, value = (word.strip() for word in item.partition("="))
@@ -77,9 +86,10 @@ def _options(name: str, member: type, text: str) -> dict[str, Any]:
             )
         if not equals or not value:
             raise ValueError(f"{name}: option {key!r} needs a value: write {key}=VALUE")
-        if key in values:
+        field = fields[key]
+        if field.name in values:
             raise ValueError(f"{name}: option {key!r} is given twice")
-        values[key] = _convert(name, key, value, type(fields[key].default))
+        values[field.name] = _convert(name, key, value, type(field.default))
     return values
 
 

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from hvd_adaptive.adaptation.messages import Votes
 from hvd_adaptive.adaptation.timing import CollectiveTiming
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import Compressor, Level
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Recipe
 from hvd_adaptive.planning.plan import Expected
+
+Chain: TypeAlias = tuple[Compressor, list[tuple[Level, ...]]]
+"""What layers are compressed to, one after the other: by a compressor, to a level for each of them."""
 
 Assignment: TypeAlias = tuple[Compressor | None, Level]
 """What a plan gives to one layer; without a compressor it is sent dense."""
@@ -69,7 +73,12 @@ class Controller(Protocol):
     def observes(self, step: int) -> bool:
         """Whether :meth:`observe` wants to see the layers of this step."""
 
-    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
+    def chain(self, layers: Sequence[Layer]) -> Chain | None:
+        """The levels of these layers that it decides between before they are sent."""
+
+    def observe(
+        self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
+    ) -> None:
         """Measure one layer."""
 
     def votes(self, step: int) -> Votes:
@@ -130,7 +139,14 @@ class NullController:
         del step
         return False
 
-    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
+    def chain(self, layers: Sequence[Layer]) -> Chain | None:
+        """Nothing is decided."""
+        del layers
+        return None
+
+    def observe(
+        self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
+    ) -> None:
         """Nothing is measured."""
 
     def votes(self, step: int) -> Votes:

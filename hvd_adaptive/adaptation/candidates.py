@@ -56,12 +56,16 @@ class Candidate:
         return self.compressor.nominal_factor(self.level, layer)
 
 
-def candidates_of(layer: Layer, compressors: Sequence[Compressor]) -> tuple[Candidate, ...]:
+def candidates_of(
+    layer: Layer, compressors: Sequence[Compressor], factors: Sequence[float] = ()
+) -> tuple[Candidate, ...]:
     """Every level of every compressor, from the most bytes to the fewest.
 
     Args:
         layer: the layer.
         compressors: of one family or of several.
+        factors: compression factors that the planner may ask for: levels that have them exactly are
+            added, where a compressor knows such levels and no explicit range leaves them out.
 
     Example:
         >>> from hvd_adaptive.compressors import parse
@@ -71,9 +75,22 @@ def candidates_of(layer: Layer, compressors: Sequence[Compressor]) -> tuple[Cand
         [('none', 32), ('qsgd', 4), ('powersgd', 4)]
     """
     rows = [
-        Candidate(compressor, level) for compressor in compressors for level in compressor.levels(layer)
+        Candidate(compressor, level)
+        for compressor in compressors
+        for level in _levels_of(compressor, layer, factors)
     ]
     return tuple(sorted(rows, key=lambda row: -row.payload_bytes(layer)))
+
+
+def _levels_of(compressor: Compressor, layer: Layer, factors: Sequence[float]) -> Sequence[Level]:
+    """Those of its range, and those of the factors."""
+    levels = list(compressor.levels(layer))
+    exact = [level for level in map(compressor.level_of_factor, factors) if level is not None]
+    if compressor.level_bounds is None:
+        return list(dict.fromkeys([*levels, *exact]))
+    low, high = compressor.level_bounds
+    inside = [level for level in dict.fromkeys([*levels, *exact]) if low <= level <= high]
+    return inside or levels  # of a layer that is too small for any of the range
 
 
 def errors_of(
@@ -97,6 +114,20 @@ def errors_of(
     for compressor, mine, levels, state in _by_compressor(candidates, states):
         errors[mine] = compressor.errors(x, levels, LayerContext(shape=layer.shape, state=state))
     return errors
+
+
+def sent_energies_of(
+    x: Tensor,
+    layer: Layer,
+    candidates: Sequence[Candidate],
+    states: Mapping[Compressor, CodecState] | None = None,
+) -> Float64s:
+    """Squared norm of what each candidate sends, ``float64[C]``; arguments as of :func:`errors_of`."""
+    energies = np.zeros(len(candidates))
+    for compressor, mine, levels, state in _by_compressor(candidates, states):
+        context = LayerContext(shape=layer.shape, state=state)
+        energies[mine] = compressor.sent_energies(x, levels, context)
+    return energies
 
 
 def sizes_of(

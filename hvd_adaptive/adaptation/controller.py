@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.adaptation.base import Assignment
+from hvd_adaptive.adaptation.base import Assignment, Chain
 from hvd_adaptive.adaptation.forecast import Forecast
 from hvd_adaptive.adaptation.messages import (
     DecisionMessage,
@@ -32,7 +32,7 @@ from hvd_adaptive.adaptation.messages import (
     Votes,
     from_json,
 )
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, with_averages
+from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
 from hvd_adaptive.adaptation.timing import (
     CollectiveTiming,
     local_measurements,
@@ -138,6 +138,9 @@ class AdaptationController:
             buckets: their buckets' indices.
             other_bytes: that the layers which nobody plans for put on this rank's link in a step.
             dense_only: in the warm-up.
+
+        Raises:
+            ValueError: the planner asks for levels that no layer has; on all ranks.
         """
         self._buckets, self._other_bytes = dict(buckets), other_bytes
         self.idle = dense_only
@@ -149,10 +152,12 @@ class AdaptationController:
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
-        rows = (
-            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node)
+        asked = self.recipe.candidate_factors()
+        rows = [
+            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked)
             for row in layers
-        )
+        ]
+        check_ranges(self.recipe, rows)
         self._sampler.rows = {row.layer.name: row for row in rows}
         self._levels = {name: row.default for name, row in self._sampler.rows.items()}
         self._last_decision, self.expected = (), {}
@@ -196,16 +201,15 @@ class AdaptationController:
         """Whether :meth:`observe` wants to see the layers of this step."""
         return self._sampler.observes(step)
 
-    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
-        """Measure one layer.
+    def chain(self, layers: Sequence[Layer]) -> Chain | None:
+        """See :meth:`Sampler.chain`."""
+        return self._sampler.chain(layers)
 
-        Args:
-            layer: which.
-            grad: this rank's gradient, 1-D float32.
-            x: what is compressed: the gradient, with what feedback adds.
-            step: number of the step.
-        """
-        self._sampler.observe(layer, grad, x, step)
+    def observe(
+        self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
+    ) -> None:
+        """Measure one layer; arguments as of :meth:`Sampler.observe`."""
+        self._sampler.observe(layer, grad, x, step, sent)
 
     def end_step(
         self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]
@@ -265,7 +269,12 @@ class AdaptationController:
         """The decision for all ranks, and what is expected of it."""
         start = perf_counter()
         everyone = np.atleast_2d(measured)
-        mean = self._sampler.table(everyone.mean(axis=0))
+        averages: Float64s = everyone.mean(axis=0)
+        mean = self._sampler.table(averages)
+        if Measurement.PERIOD_ENERGY in self._needs:
+            energy, steps = self._sampler.period(averages)
+            facts = StepMeasurements(step, period_energy=energy, period_steps=steps)
+            self._worker.planner.observe(facts)
         # of as many ranks as there are now: a run may have been resumed with others
         own = (
             [self._sampler.table(each) for each in everyone] if len(everyone) == self._ranks > 1 else []

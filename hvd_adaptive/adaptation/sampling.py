@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of, sizes_of
+from hvd_adaptive.adaptation.base import Chain
+from hvd_adaptive.adaptation.candidates import (
+    Candidate,
+    candidates_of,
+    errors_of,
+    sent_energies_of,
+    sizes_of,
+)
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.collectives import planned_link_bytes, scheme_for
+from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer, PayloadKind
-from hvd_adaptive.planning import DENSE, CandidateTable, Measurement, Recipe, StepMeasurements
+from hvd_adaptive.planning import CandidateTable, Measurement, Recipe, StepMeasurements
+from hvd_adaptive.rng import mix
 
+SKETCH = 1021
+"""Numbers by which the norm of a layer's mean gradient is known."""
 SAMPLES = 4
 """Steps of a period on which errors are measured; the first is soon after the last plan."""
 LEAST_APART = 4
@@ -40,6 +52,8 @@ class LayerSamples:
         sums: over the samples: squared errors of the candidates, energy, bytes of those that vary.
         samples: how many gradients have been measured, or added up in ``total``.
         total: sum of the gradients, where they are accumulated; then nothing is in ``sums``.
+        period: sum of all gradients since the last plan, where the planner asks for its norm.
+        period_steps: how many these are.
         at_factors: compression factors, and the index of the candidate at each.
         ranks_per_node: how many ranks share a node.
     """
@@ -55,6 +69,8 @@ class LayerSamples:
     sums: Float64s
     samples: int = 0
     total: Tensor | None = None
+    period: Tensor | None = None
+    period_steps: int = 0
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
     ranks_per_node: int = 1
 
@@ -67,9 +83,10 @@ class LayerSamples:
         alternatives: Sequence[Compressor],
         ranks: int,
         ranks_per_node: int = 1,
+        factors: Sequence[float] = (),
     ) -> LayerSamples:
-        """Nothing has been measured yet."""
-        candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])))
+        """Nothing has been measured yet; ``factors`` as of :func:`candidates_of`."""
+        candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])), factors)
         mine = [index for index, row in enumerate(candidates) if row.compressor == own]
         default = min(mine, key=lambda index: abs(candidates[index].level - own.level))
         sizes = np.array([row.link_bytes(layer, ranks, scheme, ranks_per_node) for row in candidates])
@@ -117,6 +134,27 @@ class LayerSamples:
         self.forget()
         return measured
 
+    def add_to_period(self, grad: Tensor) -> None:
+        """Add a gradient to those of the period."""
+        self.period = grad.clone() if self.period is None else self.period.add_(grad)
+        self.period_steps += 1
+
+    def take_period(self) -> Float64s:
+        """A sketch of the mean gradient of the period, and how many it is of; zeros if there is none.
+
+        Means over ranks of sketches are the sketches of the means.
+        """
+        steps, total = self.period_steps, self.period
+        self.period, self.period_steps = None, 0
+        if total is None:
+            return np.zeros(self.sketch_size + 1)
+        return np.append(sketch(total, self.layer.index) / steps, steps)
+
+    @property
+    def sketch_size(self) -> int:
+        """Numbers of a sketch of this layer."""
+        return min(self.layer.numel, SKETCH)
+
     def forget(self) -> None:
         """Begin again."""
         self.sums, self.samples, self.total = np.zeros_like(self.sums), 0, None
@@ -130,6 +168,38 @@ class LayerSamples:
                 scheme = scheme_for(kind, self.scheme)
                 sizes[index] = planned_link_bytes(payload, scheme, ranks, self.ranks_per_node)
         return sizes
+
+
+def sketch(x: Tensor, key: int) -> Float64s:
+    """Fewer numbers with the norm of ``x``: its elements with random signs, added up in 1021 places.
+
+    Linear in ``x``, exact up to 1021 elements; beyond, the norm has a relative deviation of 2 %, and is
+    unbiased when squared. The number is a prime, lest columns of a matrix keep to a few places. Cost:
+    some ns per element. Source: Charikar, Chen and Farach-Colton, "Finding frequent items in data
+    streams" (ICALP 2002), section 3.
+
+    Args:
+        x: float32, 1-D.
+        key: of the signs.
+
+    Returns:
+        ``float64[min(numel, 1021)]``.
+
+    Example:
+        >>> import torch
+        >>> sketch(torch.tensor([3.0, -4.0]), 0).tolist()
+        [3.0, -4.0]
+        >>> bool(abs(np.linalg.norm(sketch(torch.ones(10_000), 0)) / 100 - 1) < 0.1)
+        True
+    """
+    wide = x.double().cpu()
+    if len(wide) > SKETCH:
+        generator = torch.Generator().manual_seed(mix(key) & (2**63 - 1))
+        signs = torch.randint(0, 2, (len(wide),), generator=generator, dtype=torch.int8)
+        wide = torch.nn.functional.pad(wide * (2 * signs - 1), (0, -len(wide) % SKETCH))
+        wide = wide.view(-1, SKETCH).sum(0)
+    found: Float64s = wide.numpy()
+    return found
 
 
 class Sampler:
@@ -163,9 +233,8 @@ class Sampler:
         """The first step of these factors."""
         self.sampled = 0
         """Steps whose gradients counted for the errors since the last plan."""
-        # this step's sums: energy of each layer, error at each factor, energy of what is compressed
-        self._energy: dict[str, float] = {}
-        self._lost: Float64s = np.zeros(len(factors))
+        # this step's sums over the layers: what each factor sends, and of what
+        self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
 
     # --- when -------------------------------------------------------------------------------------
@@ -197,15 +266,38 @@ class Sampler:
 
     def averages(self, step: int) -> bool:
         """Whether all ranks average :meth:`step_vector` at the end of this step."""
-        return not self.exact and (Measurement.ENERGY in self._needs or self.measures_gains(step))
+        return not self.exact and self.measures_gains(step)
 
     def observes(self, step: int) -> bool:
         """Whether :meth:`observe` wants to see the layers of this step."""
-        return Measurement.ENERGY in self._needs or self.measures_gains(step) or self.samples(step)
+        return self._sums_periods or self.measures_gains(step) or self.samples(step)
+
+    @property
+    def _sums_periods(self) -> bool:
+        """Whether all gradients of a period are added up."""
+        return Measurement.PERIOD_ENERGY in self._needs
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def observe(self, layer: Layer, grad: Tensor, x: Tensor, step: int) -> None:
+    def chain(self, layers: Sequence[Layer]) -> Chain | None:
+        """The levels of some layers at each factor whose gain is measured, from the smallest on.
+
+        None where it decides on steps that have been sent, not on all of these layers, or between
+        several compressors.
+        """
+        rows = [self.rows[layer.name] for layer in layers if layer.name in self.rows]
+        if not self.exact or len(rows) < len(layers):
+            return None
+        chosen = [[row.candidates[index] for index in self._at_factors(row)] for row in rows]
+        compressors = {each.compressor for row in chosen for each in row}
+        levels = list(zip(*[[each.level for each in row] for row in chosen], strict=True))
+        if len(compressors) != 1 or len(set(levels)) < len(levels):
+            return None
+        return compressors.pop(), levels
+
+    def observe(
+        self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
+    ) -> None:
         """Measure one layer.
 
         Args:
@@ -213,6 +305,8 @@ class Sampler:
             grad: this rank's gradient, 1-D float32.
             x: what is compressed: the gradient, with what feedback adds.
             step: number of the step.
+            sent: ``float64[F]``: squared L2 norm of what it sends at each factor, where it was
+                compressed as :meth:`chain` says; else that is estimated.
         """
         row = self.rows.get(layer.name)
         if row is None:
@@ -224,19 +318,27 @@ class Sampler:
             row.accumulate(grad)
         elif self.samples(step):
             row.sample(grad, x, energy, self._states)
-        self._energy[layer.name] = energy
+        if self._sums_periods:
+            row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
-            self._measure_gains(row, x)
+            self._measure_gains(row, energy, x, sent)
 
-    def _measure_gains(self, row: LayerSamples, x: Tensor) -> None:
+    def _measure_gains(
+        self, row: LayerSamples, energy: float, x: Tensor, sent: Float64s | None
+    ) -> None:
+        """Add what the layer sends at each factor: norms, or energies (``FEEDBACK_GAINS``)."""
         whole = float(x @ x)
         if not np.isfinite(whole):
             return
-        indices = self._at_factors(row)
-        chosen = [row.candidates[max(0, index)] for index in indices]
-        errors = errors_of(x, row.layer, chosen, self._states)
-        self._lost += np.where(np.array(indices) == DENSE, 0.0, errors)
-        self._whole += whole
+        if sent is None:
+            chosen = [row.candidates[index] for index in self._at_factors(row)]
+            sent = sent_energies_of(x, row.layer, chosen, self._states)
+        if Measurement.FEEDBACK_GAINS in self._needs:
+            self._sent += sent
+            self._whole += whole
+        else:
+            self._sent += np.sqrt(sent)
+            self._whole += energy**0.5
 
     def _at_factors(self, row: LayerSamples) -> list[int]:
         """The candidate at each factor; looked up once for the same factors."""
@@ -251,22 +353,41 @@ class Sampler:
         if factors != self.factors:
             self.factors_since = step + 1
         self.factors = factors
-        self._lost = np.zeros(len(factors))
+        self._sent = np.zeros(len(factors))
 
     # --- what was measured ------------------------------------------------------------------------
 
     def step_vector(self, step: int) -> Float64s:
-        """Gain at each factor and energy of each layer in this step, which is forgotten."""
-        gains = 1.0 - self._lost / self._whole if self._whole else np.ones(len(self.factors))
+        """Gain at each factor in this step, which is forgotten."""
+        gains = self._sent / self._whole if self._whole else np.ones(len(self.factors))
         if not self.measures_gains(step):
             gains = np.full(len(self.factors), np.nan)
-        energy = [self._energy.get(name, 0.0) for name in self.rows]
-        self._lost, self._whole, self._energy = np.zeros(len(self.factors)), 0.0, {}
-        return np.concatenate([gains, energy])
+        self._sent, self._whole = np.zeros(len(self.factors)), 0.0
+        return gains
 
     def take(self) -> Float64s:
-        """What :meth:`LayerSamples.take` returns for all layers, one after the other."""
-        return np.concatenate([np.zeros(0), *(row.take(self._states) for row in self.rows.values())])
+        """What :meth:`LayerSamples.take` returns for all layers, one after the other.
+
+        After that :meth:`LayerSamples.take_period` of all, if the planner asks for it.
+        """
+        rows = self.rows.values()
+        found = [np.zeros(0), *(row.take(self._states) for row in rows)]
+        if self._sums_periods:
+            found += [row.take_period() for row in rows]
+        return np.concatenate(found)
+
+    def period(self, measured: Float64s) -> tuple[Float64s, int]:
+        """Squared norms of the layers' mean gradients of the period, and of how many steps.
+
+        Args:
+            measured: mean over the ranks of :meth:`take`, of a planner that asks for it.
+        """
+        rows = list(self.rows.values())
+        sketches = measured[sum(len(row.sums) for row in rows) :]
+        ends = np.cumsum([row.sketch_size + 1 for row in rows], dtype=np.int64)
+        parts = np.split(sketches, ends)[: len(rows)]
+        energies = np.array([part[:-1] @ part[:-1] for part in parts])
+        return energies, round(max((part[-1] for part in parts), default=0.0))
 
     def table(self, measured: Float64s) -> tuple[CandidateTable, Float64s]:
         """The candidates' errors and bytes as a table, and the layers' energies.
@@ -276,7 +397,7 @@ class Sampler:
         """
         rows = list(self.rows.values())
         ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
-        parts = np.split(measured, ends[:-1])[: len(rows)]
+        parts = np.split(measured, ends)[: len(rows)]
         errors, energies, sizes = [], np.zeros(len(rows)), []
         for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
             count = len(row.candidates)
@@ -290,19 +411,43 @@ class Sampler:
     def measured(self) -> dict[str, list[Any]]:
         """What was measured of each layer, and is in no plan yet."""
         return {
-            name: [row.sums.tolist(), row.samples, _copy(row.total)] for name, row in self.rows.items()
+            name: [
+                row.sums.tolist(),
+                row.samples,
+                _copy(row.total),
+                _copy(row.period),
+                row.period_steps,
+            ]
+            for name, row in self.rows.items()
         }
 
     def restore(self, measured: Mapping[str, Sequence[Any]]) -> None:
         """Continue from :meth:`measured`."""
         for name, row in self.rows.items():
-            sums, row.samples, total = measured[name]
-            row.sums, row.total = np.array(sums), _copy(total)
+            sums, row.samples, total, period, row.period_steps = measured[name]
+            row.sums, row.total, row.period = np.array(sums), _copy(total), _copy(period)
 
     def restore_factors(self, factors: tuple[float, ...], since: int) -> None:
         """Measure gains at these factors, as since that step."""
         self.factors, self.factors_since = factors, since
-        self._lost = np.zeros(len(factors))
+        self._sent = np.zeros(len(factors))
+
+
+def check_ranges(recipe: Recipe, rows: Iterable[LayerSamples]) -> None:
+    """ValueError if the recipe asks for levels that no layer has.
+
+    A small layer may have few: of the layers with the same compressors, the one counts whose
+    compression factors span the most.
+    """
+    widest: dict[str, tuple[float, Float64s, float]] = {}
+    for row in rows:
+        factors = np.array([each.nominal_factor(row.layer) for each in row.candidates])
+        span = float(factors.max() / factors.min())
+        compressors = " or ".join(sorted({format_spec(each.compressor) for each in row.candidates}))
+        if compressors not in widest or span > widest[compressors][0]:
+            widest[compressors] = span, factors, float(factors[row.default])
+    for compressors, (_, factors, default) in widest.items():
+        recipe.check_range(compressors, factors, default)
 
 
 def table_of_layers(
@@ -323,15 +468,14 @@ def table_of_layers(
 def with_averages(
     facts: StepMeasurements, factors: Sequence[float], vector: Float64s
 ) -> StepMeasurements:
-    """The step with the gains at these factors and the energies of all layers.
+    """The step with the gains at these factors.
 
     Args:
         facts: the step.
         factors: at which gains were measured.
         vector: mean over the ranks of :meth:`Sampler.step_vector`.
     """
-    gains = dict(zip(factors, vector[: len(factors)].tolist(), strict=True))
-    return replace(facts, gains=gains, energy=vector[len(factors) :])
+    return replace(facts, gains=dict(zip(factors, vector.tolist(), strict=True)))
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -76,22 +76,27 @@ class _Encoded:
 def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
     """Compress each segment; a lone segment's codes leave room for the frame's header."""
     x, adds = io.feedback.begin(bucket, work, io.step)
+    prepared = io.prepared(bucket)
     offsets = io.buffers.offsets
     codes: list[Tensor] = []
     marks: list[npt.NDArray[np.bool_]] = []
     energy = sent = 0.0
     for segment in bucket.segments:
-        code, stats = encoder_of(segment).compress_layers_(
-            LayerBatch(
-                x,
-                offsets[segment.start : segment.stop + 1],
-                segment.levels,
-                adds[segment.start : segment.stop],
-                reserve=_room(bucket),
-                state=io.codec_states.get(segment.compressor.state_key),
-                **io.random_arguments(bucket, segment),
+        if prepared is not None:
+            code, stats = prepared.code, prepared.stats
+            x.copy_(prepared.rest)
+        else:
+            code, stats = encoder_of(segment).compress_layers_(
+                LayerBatch(
+                    x,
+                    offsets[segment.start : segment.stop + 1],
+                    segment.levels,
+                    adds[segment.start : segment.stop],
+                    reserve=_room(bucket),
+                    state=io.codec_states.get(segment.compressor.state_key),
+                    **io.random_arguments(bucket, segment),
+                )
             )
-        )
         if not segment.keeps:
             x[offsets[segment.start] : offsets[segment.stop]].zero_()
         codes.append(code)

@@ -27,7 +27,7 @@ from hvd_adaptive.collectives.shards import Balance, Shards, cut, expected_bytes
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.topology import Topology
-from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, LayerStats
 from hvd_adaptive.feedback import FeedbackState, split
 from hvd_adaptive.layers import PayloadKind
 
@@ -111,6 +111,27 @@ class Buffers:
         return shaped(self.flat, self._bucket)
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPayload:
+    """What compressing a bucket of one segment gives, where that was done before its turn.
+
+    Args:
+        code: uint8: room for a frame's header, and the body.
+        rest: float32, 1-D: the remainder of the whole bucket.
+        stats: what was seen on the way.
+    """
+
+    code: Tensor
+    rest: Tensor
+    stats: LayerStats
+
+
+def nothing_prepared(bucket: Bucket) -> PreparedPayload | None:
+    """None: buckets are compressed in their turn."""
+    del bucket
+    return None
+
+
 class RandomArguments(TypedDict):
     """Arguments of a :class:`~hvd_adaptive.compressors.base.LayerBatch`, described there."""
 
@@ -136,6 +157,7 @@ class BucketIO:
         seed: of random rounding and selection, the same on all ranks.
         observe_energy: called once by schemes that encode.
         topology: the nodes of all ranks.
+        prepared: a bucket's payload, where there is one already.
     """
 
     feedback: FeedbackState
@@ -150,6 +172,7 @@ class BucketIO:
     seed: int
     observe_energy: EnergyObserver
     topology: Topology
+    prepared: Callable[[Bucket], PreparedPayload | None] = nothing_prepared
 
     def keys(self, bucket: Bucket, segment: Segment, rank: int) -> npt.NDArray[np.uint64]:
         """Keys of the random numbers of one segment's layers in this step."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
@@ -235,12 +236,26 @@ class LayerBatch:
         )
 
 
+_NUMBER = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(f"({_NUMBER})-({_NUMBER})")
+
+
+@dataclass(frozen=True)
 class Compressor(ABC):
     """Makes a 1-D float32 tensor small at a level, and leaves in the tensor what was not sent.
 
     Members are frozen dataclasses whose fields are their options: equal options mean equal
     compressors, and :func:`hvd_adaptive.compressors.parse` builds them from text.
+
+    Args:
+        level_range: least and largest level that a planner may choose, as ``"8-128"``; in text it is
+            the option ``levels``. Empty: a range around :attr:`level`.
+
+    Raises:
+        ValueError: not a range, or :attr:`level` lies outside.
     """
+
+    level_range: str = field(default="", kw_only=True, repr=False, metadata={"option": "levels"})
 
     name: ClassVar[str]
     payload_kind: ClassVar[PayloadKind]
@@ -259,9 +274,40 @@ class Compressor(ABC):
     def level(self) -> Level:
         """The level that the options name: what is used when nobody plans."""
 
+    def __post_init__(self) -> None:
+        """Check ``level_range``; members that check options of their own call this last."""
+        bounds = self.level_bounds
+        if bounds is not None and not bounds[0] <= self.level <= bounds[1]:
+            raise ValueError(
+                f"{self.name}: levels={self.level_range} leaves out {self.level:g}, which is the level "
+                "of the other options: write a range that holds it, or another level"
+            )
+
+    @property
+    def level_bounds(self) -> tuple[Level, Level] | None:
+        """The least and the largest of ``level_range``; None where it is empty."""
+        if not self.level_range:
+            return None
+        found = _RANGE.fullmatch(self.level_range)
+        low, high = (float(number) for number in found.groups()) if found else (0.0, -1.0)
+        if low > high:
+            raise ValueError(
+                f"{self.name}: levels={self.level_range!r} is not a range: write levels=LEAST-LARGEST, "
+                "such as levels=8-128"
+            )
+        return low, high
+
     @abstractmethod
     def levels(self, layer: Layer) -> tuple[Level, ...]:
-        """Candidate levels for a planner, from the most faithful to the most compressed."""
+        """Candidate levels for a planner, from the most faithful to the most compressed.
+
+        Those of :attr:`level_bounds`, where there are any.
+        """
+
+    def level_of_factor(self, factor: float) -> Level | None:
+        """The level whose :meth:`nominal_factor` this is in every layer; None if that is not known."""
+        del factor
+        return None
 
     def level_at(self, step: int) -> Level:
         """The level in a step, counted from the end of the dense warm-up; usually :attr:`level`."""
@@ -317,6 +363,22 @@ class Compressor(ABC):
 
         In expectation where rounding is random.
         """
+
+    def sent_energies(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        context: LayerContext = NO_CONTEXT,
+    ) -> Float64s:
+        """Squared L2 norm of what the payload of ``x`` decodes to at each of ``levels``.
+
+        In expectation where rounding is random. What a biased compressor sends is at right angles to
+        what it leaves, so that its energy is the tensor's less the error; random rounding around the
+        tensor adds its error instead. Cost: that of :meth:`errors`, and a dot product.
+        """
+        errors = self.errors(x, levels, context)
+        energy = float(x @ x)
+        return np.maximum(energy - errors, 0.0) if self.biased else energy + errors
 
     @abstractmethod
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
@@ -709,6 +771,52 @@ class GatheredCompressor(Compressor):
             f"{cls.name} payloads cannot be summed by an allreduce, which is what "
             "hvd.DistributedOptimizer does with them: use hvd_adaptive.DistributedOptimizer"
         )
+
+
+def densities(density: float, bounds: tuple[Level, Level] | None) -> tuple[Level, ...]:
+    """Candidate densities, from the largest to the smallest.
+
+    Args:
+        density: that of the options; always one of them.
+        bounds: 100 in equal ratios from one to the other, both included. Without them 100 in equal
+            steps from ten times ``density`` to a tenth of it (L-GreCo's search range).
+
+    Example:
+        >>> densities(0.05, None)[0], densities(0.05, None)[-1], len(densities(0.05, (0.01, 0.1)))
+        (0.5, 0.005, 101)
+    """
+    if bounds is None:
+        steps = (density * step / 10 for step in range(100, 0, -1))
+        return tuple(dict.fromkeys(min(1.0, each) for each in steps))
+    grid = np.geomspace(*bounds, 100).tolist()
+    return tuple(sorted({*grid[1:-1], *bounds, density}, reverse=True))
+
+
+def check_density_bounds(name: str, bounds: tuple[Level, Level] | None) -> None:
+    """ValueError unless they are densities."""
+    if bounds is not None and not 0.0 < bounds[0] <= bounds[1] <= 1.0:
+        raise ValueError(
+            f"{name}: levels are densities in (0, 1]: write levels=0.001-0.1, got "
+            f"{bounds[0]:g}-{bounds[1]:g}"
+        )
+
+
+def whole_bounds(compressor: Compressor, least: int, largest: int, what: str) -> tuple[int, int] | None:
+    """The bounds of levels that are whole numbers; None where there are none.
+
+    Raises:
+        ValueError: they are no whole numbers from ``least`` to ``largest``.
+    """
+    bounds = compressor.level_bounds
+    if bounds is None:
+        return None
+    low, high = bounds
+    if not (low.is_integer() and high.is_integer() and least <= low <= high <= largest):
+        raise ValueError(
+            f"{compressor.name}: levels={compressor.level_range} are {what}: write whole numbers from "
+            f"{least} to {largest}"
+        )
+    return int(low), int(high)
 
 
 def check_input(x: Tensor) -> None:

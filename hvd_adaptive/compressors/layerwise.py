@@ -112,6 +112,17 @@ class LayerwiseCompressor(GatheredCompressor):
         decoded = (self._decoded(self.encode(x, level, 0), x.numel()) for level in levels)
         return np.array([float((x - each).double().square().sum()) for each in decoded])
 
+    def sent_energies(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        context: LayerContext = NO_CONTEXT,
+    ) -> Float64s:
+        """By really compressing at every level, as :meth:`errors`."""
+        del context
+        decoded = (self._decoded(self.encode(x, level, 0), x.numel()) for level in levels)
+        return np.array([float(each.double().square().sum()) for each in decoded])
+
     def _decoded(self, code: Tensor, numel: int) -> Tensor:
         decoded = self.decode(code, numel)
         if decoded.shape != (numel,) or decoded.dtype != torch.float32 or not all_finite(decoded):

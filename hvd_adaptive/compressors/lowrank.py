@@ -27,15 +27,20 @@ from hvd_adaptive.compressors.base import (
     check_input,
     check_output,
     check_values,
+    whole_bounds,
 )
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import WireError
 
 MAX_RANK = 64
+"""Of the range that a planner has by itself."""
+LARGEST_RANK = 1 << 12
 LARGEST = float(torch.finfo(torch.float32).max)
 FAR_FROM_LARGEST = 2.0**96
-"""While a factor of 64 columns is below it, no float32 minus the product becomes infinite."""
+"""While a factor is below it, no float32 minus the product becomes infinite: rows of the other one,
+whose columns are orthonormal, have a norm of 1 at most, and elements of the product are below 2^102 up
+to rank 2^12."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class PowerSGD(LinearCompressor):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"powersgd: rank is at least 1, got {self.rank}: write powersgd:rank=4")
+        whole_bounds(self, 1, LARGEST_RANK, "ranks")
+        super().__post_init__()
 
     @property
     def level(self) -> Level:
@@ -82,12 +89,17 @@ class PowerSGD(LinearCompressor):
     @property
     def state_key(self) -> Compressor:
         """Ranks share their warm start."""
-        return replace(self, rank=1)
+        return replace(self, rank=1, level_range="")
 
     def levels(self, layer: Layer) -> tuple[Level, ...]:
-        """Ranks from twice the default to half of it (L-GreCo's search range), as far as they help."""
-        highest = min(2 * self.rank, MAX_RANK, max_rank(layer.shape))
-        lowest = min(max(1, self.rank // 2), max(1, highest))
+        """Ranks from twice the default to half of it (L-GreCo's search range), as far as they help.
+
+        By itself the range ends at the default or at 64, whichever is more.
+        """
+        around = max(1, self.rank // 2), max(self.rank, min(2 * self.rank, MAX_RANK))
+        least, most = whole_bounds(self, 1, LARGEST_RANK, "ranks") or around
+        highest = min(most, max_rank(layer.shape))
+        lowest = min(least, max(1, highest))
         return tuple(range(max(1, highest), lowest - 1, -1))
 
     def new_state(self) -> WarmStarts:

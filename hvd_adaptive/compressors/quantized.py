@@ -35,6 +35,7 @@ from hvd_adaptive.compressors.base import (
     Reduced,
     Shape,
     check_input,
+    whole_bounds,
 )
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
@@ -96,7 +97,12 @@ class Quantizer(GatheredCompressor):
         """Bits from twice the default to half of it, by one (L-GreCo's search range)."""
         del layer
         bits = int(self.level)
-        return tuple(width for width in range(2 * bits, bits // 2 - 1, -1) if width in self.widths)
+        low, high = self._range() or (bits // 2, 2 * bits)
+        return tuple(width for width in range(high, low - 1, -1) if width in self.widths)
+
+    def _range(self) -> tuple[int, int] | None:
+        """The explicit range of bits."""
+        return whole_bounds(self, self.widths[0], self.widths[-1], "bits")
 
     def tables(self, bits: Sequence[int], state: CodecState | None) -> Tables:
         """The levels for these numbers of bits: fixed ones, or those of ``state``."""
@@ -256,6 +262,28 @@ class Quantizer(GatheredCompressor):
         errors, _ = kernels.expected_error_at(weights, tables, bits)
         return errors + beyond
 
+    def sent_energies(
+        self,
+        x: Tensor,
+        levels: Sequence[Level],
+        context: LayerContext = NO_CONTEXT,
+    ) -> Float64s:
+        """By compressing where values saturate, whose rounding is around something else than ``x``.
+
+        Else from the errors; see :meth:`Compressor.sent_energies`.
+        """
+        if self.rule.norm is not Norm.clipped:
+            return super().sent_energies(x, levels, context)
+        found = np.empty(len(levels))
+        for index, level in enumerate(levels):
+            one_layer, keys = np.array([0, x.numel()]), np.array([context.key], np.uint64)
+            batch = LayerBatch(
+                x.clone(), one_layer, [level], keys=keys, state=context.state, rotation=context.rotation
+            )
+            _, stats = self.compress_layers_(batch)
+            found[index] = np.nan if stats.nonfinite[0] else stats.sent[0]
+        return found
+
     def _norm_histogram(
         self, x: Tensor, context: LayerContext, *, squared: bool
     ) -> tuple[Float64s, float]:
@@ -383,6 +411,8 @@ class _Random(Quantizer):
         _check_choice(self.name, "coding", self.coding, CODINGS)
         _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
+        self._range()
+        super().__post_init__()
 
     @property
     def level(self) -> Level:
@@ -586,6 +616,8 @@ class TernGrad(Quantizer):
         _check_block(self.name, self.block)
         if not 0.0 <= self.clip < float("inf"):
             raise ValueError(f"terngrad: clip is 0 or a number of deviations, got {self.clip}")
+        self._range()
+        super().__post_init__()
 
     @property
     def entropy_coded(self) -> bool:
@@ -617,6 +649,8 @@ class _Signs(Quantizer):
     def __post_init__(self) -> None:
         _check_choice(self.name, "rotate", self.rotate, ROTATIONS)
         _check_block(self.name, self.block)
+        self._range()
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -731,7 +765,7 @@ class _Learned(_Random):
     def state_key(self) -> Compressor:
         """Levels are learned for all bits, and whatever the coding and the random numbers."""
         return dataclasses.replace(
-            self, bits=type(self).bits, coding=type(self).coding, correlated=False
+            self, bits=type(self).bits, coding=type(self).coding, correlated=False, level_range=""
         )
 
     def new_state(self) -> LearnedLevels:
@@ -813,7 +847,12 @@ class ALQ(_Learned):
         """As of the others; but levels with 0 are not those without."""
         zero = str(self.with_zero).lower()
         return dataclasses.replace(
-            self, bits=type(self).bits, coding=type(self).coding, zero=zero, correlated=False
+            self,
+            bits=type(self).bits,
+            coding=type(self).coding,
+            zero=zero,
+            correlated=False,
+            level_range="",
         )
 
     @property

@@ -21,8 +21,10 @@ from hvd_adaptive.compressors.base import (
     Rounds,
     Shape,
     all_finite,
+    check_density_bounds,
     check_input,
     check_values,
+    densities,
 )
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.layers import Layer, PayloadKind
@@ -79,6 +81,8 @@ class RandomK(LinearCompressor, MultiLevel):
             raise ValueError(
                 f"randomk: values={self.values!r} is not one of {', '.join(_DTYPES)}: Horovod sums them"
             )
+        check_density_bounds(self.name, self.level_bounds)
+        super().__post_init__()
 
     @property
     def biased(self) -> bool:
@@ -96,10 +100,13 @@ class RandomK(LinearCompressor, MultiLevel):
         return _DTYPES[self.values]
 
     def levels(self, layer: Layer) -> tuple[Level, ...]:
-        """100 densities from ten times the default to a tenth of it (L-GreCo's search range)."""
+        """See :func:`~hvd_adaptive.compressors.base.densities`."""
         del layer
-        steps = (self.density * step / 10 for step in range(100, 0, -1))
-        return tuple(dict.fromkeys(min(1.0, density) for density in steps))
+        return densities(self.density, self.level_bounds)
+
+    def level_of_factor(self, factor: float) -> Level | None:
+        """One over the factor."""
+        return 1.0 / factor
 
     def nominal_factor(self, level: Level, layer: Layer) -> float:
         """One over the density."""

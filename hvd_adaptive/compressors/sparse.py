@@ -29,7 +29,9 @@ from hvd_adaptive.compressors.base import (
     MultiLevel,
     Payload,
     Shape,
+    check_density_bounds,
     check_input,
+    densities,
 )
 from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.floats import INF
@@ -299,6 +301,8 @@ class DensityCompressor(SparseCompressor):
                 f"{self.density}: write {self.name}:density=0.01 for 1 %"
             )
         self._check_values()
+        check_density_bounds(self.name, self.level_bounds)
+        super().__post_init__()
 
     @property
     @final
@@ -308,10 +312,14 @@ class DensityCompressor(SparseCompressor):
 
     @final
     def levels(self, layer: Layer) -> tuple[Level, ...]:
-        """100 densities from ten times the default to a tenth of it (L-GreCo's search range)."""
+        """See :func:`~hvd_adaptive.compressors.base.densities`."""
         del layer
-        steps = (self.density * step / 10 for step in range(100, 0, -1))
-        return tuple(dict.fromkeys(min(1.0, density) for density in steps))
+        return densities(self.density, self.level_bounds)
+
+    @final
+    def level_of_factor(self, factor: float) -> Level | None:
+        """One over the factor."""
+        return 1.0 / factor
 
     @final
     def count(self, numel: int, level: Level) -> int:
@@ -524,6 +532,7 @@ class Threshold(SparseCompressor):
                 f"threshold: threshold is the least magnitude to send, 0 or more, got {self.threshold}"
             )
         self._check_values()
+        super().__post_init__()
 
     @property
     def level(self) -> Level:
@@ -531,8 +540,16 @@ class Threshold(SparseCompressor):
         return self.threshold
 
     def levels(self, layer: Layer) -> tuple[Level, ...]:
-        """41 thresholds from a tenth of the default to ten times as much, in equal ratios."""
+        """41 thresholds from a tenth of the default to ten times as much, in equal ratios.
+
+        Of an explicit range 41 in equal ratios (from a millionth of its end, if it begins at 0), and
+        the default.
+        """
         del layer
+        if self.level_bounds is not None:
+            low, high = self.level_bounds
+            grid = np.geomspace(max(low, 1e-6 * high), high, 41).tolist() if high else []
+            return tuple(sorted({low, *grid[1:-1], high, self.threshold}))
         return tuple(dict.fromkeys(self.threshold * 10 ** (step / 20) for step in range(-20, 21)))
 
     def count(self, numel: int, level: Level) -> int:

@@ -18,6 +18,7 @@ from hvd_adaptive.collectives.base import BucketIO, Buffers, Steps
 from hvd_adaptive.comm.request import Request, nbytes_of
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Transport
 from hvd_adaptive.engine.codec_states import CodecStates
+from hvd_adaptive.engine.multi_level import MultiLevelPayloads
 from hvd_adaptive.feedback import FeedbackState
 from hvd_adaptive.telemetry import Meter
 
@@ -57,6 +58,8 @@ class Exchange:
         """Number of the running step, the same on all ranks."""
         self.codec_states = CodecStates()
         """What compressors learn."""
+        self.payloads = MultiLevelPayloads()
+        """What of this step was compressed before its turn."""
         self.timings: list[CollectiveTiming] = []
         """This step's operations, once all have ended, in an order that is the same on all ranks."""
         self._inflight: deque[_InFlight] = deque()
@@ -107,6 +110,7 @@ class Exchange:
         """Draw the random numbers of this step from now on."""
         self.step = step
         self.timings.clear()
+        self.payloads.forget()
 
     def start(self, bucket: Bucket, grads: list[Tensor]) -> None:
         """Compress a bucket and launch its first operation.
@@ -141,12 +145,14 @@ class Exchange:
             self.seed,
             observe_energy,
             self.transport.topology,
+            self.payloads.take,
         )
 
     def finish(self) -> None:
         """Wait for every operation, in launch order, and write the results."""
         while self._inflight:
             self._go_on(self._inflight.popleft())
+        self.payloads.forget()
         self.timings.sort(key=lambda timing: (timing.round, timing.bucket))
 
     def _advance(self) -> None:

@@ -154,6 +154,11 @@ class FeedbackStates:
         whole = self._states[bucket.feedback].preview(bucket, local)
         return (whole if estimates else local), whole
 
+    def previews_exactly(self, bucket: Bucket) -> bool:
+        """Whether what :meth:`preview` shows of a bucket is to the bit what will be compressed."""
+        carried = any(layer.name in self._carried for layer in bucket.layers)
+        return self._states[bucket.feedback].previews_exactly and not carried
+
     def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> None:
         """Ranks have come or gone: see :meth:`FeedbackState.merge_ranks`.
 

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from hvd_adaptive import checkpoint
 from hvd_adaptive.adaptation.base import Controller, NullController
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.transport import JoinedRankError
@@ -178,8 +179,18 @@ class Reducer:
         controller = self._controller
         if controller.observes(self.rounds):
             local, whole = self._feedback.preview(bucket, grads, controller.sees_feedback)
-            for layer, grad, x in zip(bucket.layers, local, whole, strict=True):
-                controller.observe(layer, grad, x, self.rounds)
+            sent = self._compress_before_launch(bucket, whole)
+            for position, (layer, grad, x) in enumerate(zip(bucket.layers, local, whole, strict=True)):
+                own = None if sent is None else sent[:, position]
+                controller.observe(layer, grad, x, self.rounds, own)
+
+    def _compress_before_launch(self, bucket: Bucket, x: Sequence[Tensor]) -> Float64s | None:
+        """Compress to every level that the controller decides between; None where it does not wait."""
+        chain = self._controller.chain(bucket.layers)
+        if chain is None or not self._feedback.previews_exactly(bucket):
+            return None
+        states = self._codecs.by_key
+        return self._exchange.payloads.compress(bucket.layers, x, *chain, states)
 
     def _complete(self) -> None:
         """Launch what has not been launched, and wait for everything."""

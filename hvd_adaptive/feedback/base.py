@@ -216,6 +216,12 @@ class FeedbackState(ABC):
         """Look at all gradients (by layer index) before the first bucket begins."""
         del grads
 
+    @property
+    def previews_exactly(self) -> bool:
+        """Whether :meth:`preview` is to the bit what :meth:`begin` gives, and :meth:`begin` changes
+        nothing else."""
+        return False
+
     def preview(self, bucket: Bucket, grads: Sequence[Tensor]) -> list[Tensor]:
         """What of each layer would be compressed now, 1-D float32; changes nothing."""
         flats = [grad.reshape(-1).float() for grad in grads]

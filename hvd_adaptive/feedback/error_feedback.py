@@ -87,6 +87,11 @@ class _Residuals(ResidualState):
         self._spare: Tensor | None = None
         self._lent: dict[int, Tensor] = {}
 
+    @property
+    def previews_exactly(self) -> bool:
+        """Where the residual is added as it is."""
+        return self._rule.decay == 1.0 and not self._rule.lr_correction
+
     def attach(self, buckets: Sequence[Bucket], kept: LayerStates) -> None:
         """As of the others; the float32 copy is made again, for the largest of these buckets."""
         super().attach(buckets, kept)

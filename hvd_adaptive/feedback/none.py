@@ -28,6 +28,7 @@ class _Scratch(FeedbackState):
     """Buffers that are cleared at each use, made on demand: buckets that are only summed need none."""
 
     slots = ()
+    previews_exactly = True
 
     def begin(
         self, bucket: Bucket, grads: Sequence[Tensor], step: int

@@ -27,10 +27,12 @@ class Measurement(Enum):
     """``PlanningInput.own`` when a plan is made: every rank then has levels of its own."""
     GAINS = "gains"
     """``gains`` at ``Planner.factors`` now and then; ``seconds`` and ``factor`` every step."""
+    FEEDBACK_GAINS = "gains of feedback"
+    """Gains are shares of the energy of what is compressed, not of the gradients' norms."""
     GAINS_BEFORE_SEND = "gains first"
     """This step's gains before it is sent: observe them alone, plan if due, send, observe the rest."""
-    ENERGY = "energy"
-    """``StepMeasurements.energy`` every step."""
+    PERIOD_ENERGY = "energy of a period"
+    """``period_energy`` and ``period_steps`` just before every plan."""
     LEARNING_RATE = "learning rate"
     """``StepMeasurements.learning_rate`` every step."""
     TRANSFERS = "transfers"
@@ -65,9 +67,12 @@ class StepMeasurements:
         samples: training samples that all ranks together consumed; 1 where that is not known, so that
             throughputs are in steps.
         factor: :attr:`Decision.factor` of the plan that it ran under.
-        gains: by compression factor, ``|C(x)|^2 / |x|^2`` of the whole model, mean over the ranks.
-        energy: ``float64[L]``: squared L2 norm of each layer's gradient (without what feedback adds),
-            mean over the ranks.
+        gains: by compression factor, ``sum |C(x_l)| / sum |g_l|`` over the layers, with ``g_l`` the
+            gradient and ``x_l`` what is compressed, which feedback has added to; for
+            ``FEEDBACK_GAINS``, ``sum |C(x_l)|^2 / sum |x_l|^2``. Mean over the ranks.
+        period_energy: ``float64[L]``: squared L2 norm of each layer's mean gradient (without what
+            feedback adds), over the ranks and the steps since the last plan.
+        period_steps: how many steps these are.
         learning_rate: of the optimizer.
         nbytes: that its collectives put on this rank's link.
         transfers: its collectives, where it is known how long they took.
@@ -81,7 +86,8 @@ class StepMeasurements:
     samples: float = 1.0
     factor: float = 1.0
     gains: Mapping[float, float] = field(default_factory=dict)
-    energy: Float64s | None = None
+    period_energy: Float64s | None = None
+    period_steps: int = 1
     learning_rate: float | None = None
     nbytes: float | None = None
     transfers: Sequence[Transfer] = ()

@@ -251,7 +251,7 @@ def test_a_plan_takes_effect_a_fixed_number_of_steps_after_its_trigger() -> None
 @pytest.mark.usefixtures("punctual")
 @pytest.mark.parametrize("exact", ["false", "true"])
 def test_gravac_sends_dense_gradients_where_no_factor_gains_enough(exact: str) -> None:
-    model, optimizer = make(f"gravac:window=6,epsilon=1.0,exact={exact}")
+    model, optimizer = make(f"gravac:window=60,gain=feedback,epsilon=1.0,exact={exact}")
     run(model, optimizer, range(LAG + 3))
     assert {row.compressor for row in optimizer.plan} == {"none"}
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hvd_adaptive import merge_compression_states
 from hvd_adaptive.adaptation.candidates import candidates_of
+from hvd_adaptive.adaptation.sampling import SKETCH
 from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state
 from hvd_adaptive.compressors import format_spec, parse
 from hvd_adaptive.config import CompressionConfig
@@ -96,7 +97,7 @@ def test_what_was_given_is_left_alone() -> None:
         ([state([1.0]), state([1.0], "estimate")], "rank 0 and rank 1 .*: routes is"),
         ([state([1.0]), state([float("nan")])], r"rank 1: .* kept\['w'\]\['residual'\] holds NaN"),
         ([state([1.0]), None], "rank 1: compression state: it is None and no dict"),
-        ([{"format": 7}], "rank 0: compression state: rounds is missing"),
+        ([{"format": 8}], "rank 0: compression state: rounds is missing"),
     ],
 )
 def test_states_that_do_not_belong_together_are_an_error(states: list[Any], message: str) -> None:
@@ -117,6 +118,8 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
     sums = {name: len(row) + 1 + len(other.levels(LAYERS[0])) for name, row in rows.items()}
     chosen = {name: len(row) - 1 for name, row in rows.items()}
     planned = {name: rows[name][index] for name, index in chosen.items()}
+    periods = planner.startswith("accordion")
+    sketches = sum(min(layer.numel, SKETCH) + 1 for layer in LAYERS[:2]) if periods else 0
     controller = {
         "recipe": type(recipe).__name__,
         "planner": recipe.planner(2).state_dict(),
@@ -130,9 +133,9 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
         "trigger": 12,
         "message": '{"levels": [[0, -1]], "changed": true, "factor": 1.0, "factors": [], "report": '
         '{"bytes": Infinity}, "reasons": ["why"], "errors": [[0.1, 0.0]], "energies": [[1.0, 2.0]]}',
-        "table": [0.0] * sum(sums.values()),
+        "table": [0.0] * (sum(sums.values()) + sketches),
         "sampled": 2,
-        "measured": {name: [[0.5] * sums[name], 1, None] for name in rows},
+        "measured": {name: [[0.5] * sums[name], 1, None, None, 0] for name in rows},
     }
     routes = {name: [format_spec(each.compressor), "ef"] for name, each in planned.items()}
     kept = {layer.name: {"residual": torch.ones(layer.numel)} for layer in LAYERS[:2]}

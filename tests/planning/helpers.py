@@ -86,7 +86,7 @@ def step_facts(
         samples=64,
         factor=factor,
         gains={theta: 1 - theta / 1000 * float(rng.uniform(0.1, 0.9)) for theta in planner.factors},
-        energy=rng.uniform(0, 4, LAYERS),
+        period_energy=rng.uniform(0, 4, LAYERS),
         learning_rate=0.1 if step < 60 else 0.01,
         transfers=[Transfer(1e4 * (1 + part), 1e-3 + 1e-7 * 1e4 * (1 + part)) for part in range(3)],
         bucket_bytes=rng.uniform(1e3, 1e5, 3),

@@ -107,7 +107,7 @@ def random_facts(budget: Budget, rng: np.random.Generator, step: int) -> StepMea
         compute_seconds=0.1,
         factor=budget.factor,
         gains={theta: float(rng.uniform(0.6, 1)) for theta in budget.factors},
-        energy=rng.uniform(0, 4, 2),
+        period_energy=rng.uniform(0, 4, 2),
         learning_rate=0.1 if step < 25 else 0.01,
         transfers=transfers_at(step, float(rng.uniform(1e5, 1e6)), 1e-3),
     )

@@ -71,7 +71,7 @@ def test_needs_are_those_of_the_parts() -> None:
     assert own == {Measurement.ERRORS, Measurement.TRANSFERS, Measurement.PER_RANK_ERRORS}
     assert needs["gravac"] == {Measurement.GAINS}
     assert needs["gravac+lgreco"] == {Measurement.GAINS, Measurement.ERRORS}
-    assert needs["accordion"] == {Measurement.ENERGY, Measurement.LEARNING_RATE}
+    assert needs["accordion"] == {Measurement.PERIOD_ENERGY, Measurement.LEARNING_RATE}
     assert needs["accordion+lgreco"] == needs["accordion"] | {Measurement.ERRORS}
 
 
@@ -180,9 +180,10 @@ def test_kimad_sends_dense_where_that_fits_and_the_least_where_nothing_does() ->
     assert "as compressed as can be" in tight.reasons[0]
 
 
-def test_gravac_plans_when_its_factor_changes_and_only_then() -> None:
+def test_gravac_plans_when_its_factors_change_and_only_then() -> None:
     decisions = drive(parse("gravac:window=10,theta_max=160").planner(100), range(80))
-    factors = [decision.factor for decision in decisions]
+    wanted = ("theta_min", "theta", "ideal")
+    factors = [(each.factor, *(each.report[key] for key in wanted)) for each in decisions]
     assert all(one != other for one, other in itertools.pairwise(factors))
     for decision in decisions:
         assert (decision.levels == model_table().at_factor(decision.factor)).all()

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
 from hvd_adaptive.planning.table import CandidateTable, Limits
 
 __all__ = ["Budget", "BudgetOptions"]
+
+SLACK = 1.25
+"""How far, as a ratio, what is asked for may lie beyond the candidates: levels that are whole numbers
+hardly ever have a factor exactly."""
+
+
+def require_factors(compressors: str, factors: Float64s, asked: Sequence[float], remedy: str) -> None:
+    """ValueError unless there is a candidate near each of the compression factors.
+
+    Args:
+        compressors: whose candidates these are.
+        factors: ``float64[C]``: of the candidates. All at 1 or below: the layer cannot be compressed,
+            and nothing is asked of it.
+        asked: compression factors, above 0.
+        remedy: what to write instead.
+    """
+    least, most = float(factors.min()), float(factors.max())
+    for factor in asked:
+        if most > 1 and not least / SLACK <= factor <= most * SLACK:
+            raise ValueError(
+                f"the planner asks for a compression factor of {factor:g}, but the levels of "
+                f"{compressors} have {least:.3g} to {most:.3g}: {remedy}, or give the compressor a "
+                "wider range, levels=LEAST-LARGEST"
+            )
 
 
 class Budget(ABC):
@@ -66,6 +91,20 @@ class Budget(ABC):
 
 class BudgetOptions(CheckedOptions, ABC):
     """Options of a budget; members are frozen dataclasses."""
+
+    def candidate_factors(self) -> tuple[float, ...]:
+        """Compression factors that it may grant, for which there must be candidates; rising."""
+        return ()
+
+    def check_range(self, compressors: str, factors: Float64s, default: float) -> None:
+        """Raise ValueError if a layer's candidates cannot hold what the budget asks for.
+
+        Args:
+            compressors: whose they are, for the message.
+            factors: ``float64[C]``: nominal compression factors.
+            default: that of the default.
+        """
+        del compressors, factors, default
 
     @abstractmethod
     def budget(self, ranks: int = 1) -> Budget:
