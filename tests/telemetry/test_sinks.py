@@ -51,7 +51,7 @@ def test_tensorboard_reads_back_what_was_metered(tmp_path: Path) -> None:
         # TensorBoard keeps float32.
         assert [v for _, v in read[tag]] == pytest.approx([v for _, v in pairs], rel=1e-6)
 
-    lines = [line for line in json_lines(tmp_path) if "step_time/total" in line["scalars"]]
+    lines = [line for line in json_lines(tmp_path) if "time/step_ms" in line["scalars"]]
     assert [(line["step"], line["scalars"]) for line in lines] == sink.records
 
 
@@ -208,7 +208,7 @@ def test_close_writes_the_rest_once_and_may_be_called_again() -> None:
     meter.close()
     assert sink.closed == 1
     assert [step for step, _ in sink.records] == [3]
-    assert sink.records[0][1]["compression/bytes_per_step"] == 2.0
+    assert sink.records[0][1]["bytes/payload"] == 2.0
     run_step(meter, clock, 4, 1.0)
     meter.scalar("x", 1.0, 4)
     assert len(sink.records) == 1
@@ -224,10 +224,10 @@ def test_a_program_that_never_closes_its_meter_still_writes_the_last_window(tmp_
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
-    (line,) = json_lines(tmp_path)
+    (line, end) = json_lines(tmp_path)
     assert line["step"] == 3
-    assert line["scalars"]["compression/bytes_per_step"] == 6
-    assert tensorboard_scalars(tmp_path)["compression/bytes_per_step"] == [(3, 6.0)]
+    assert line["scalars"]["bytes/payload"] == 6
+    assert tensorboard_scalars(tmp_path)["bytes/payload"] == [(3, 6.0)]
 
 
 def test_a_plan_reaches_tensorboard_as_table_picture_and_gains(tmp_path: Path) -> None:
