@@ -18,7 +18,7 @@ from hvd_adaptive.planning.plan import Plan
 
 __all__ = ["BAND", "NONE", "STRONGEST", "WIDTH", "PlanPicture", "color", "group_names"]
 
-WIDTH = 900
+WIDTH = 640
 """Pixels of the time axis."""
 BAND = 14
 """Pixels of a layer at least, so that its name can be read."""
@@ -28,9 +28,9 @@ NONE = np.full(3, 200.0)
 """Gray, for a layer that was not trained."""
 _HEIGHT = 420
 """Pixels of all bands at least: with less the large labels would not have room."""
-_GROUPS, _NAMES, _SCALE = 290, 230, 190
+_GROUPS, _NAMES, _SCALE = 270, 210, 180
 """Pixels of the columns: large labels, names of layers, and the scale to the right."""
-_LARGE, _SMALL = 34, 12
+_LARGE, _SMALL = 40, 12
 """Pixels of letters."""
 _MARGIN = 12
 _COLORS = np.array([[253, 231, 37], [94, 201, 98], [33, 145, 140], [59, 82, 139], [68, 1, 84]])
@@ -55,7 +55,7 @@ class PlanPicture:
         >>> picture.add(Plan((LayerPlan("w", (8, 8), "topk", 0.01, "allgather", 8, 256),)), step=0)
         >>> picture.add(Plan((LayerPlan("w", (8, 8), "none", 32, "allreduce", 256, 256),)), step=10)
         >>> picture.pixels().shape  # one layer
-        (420, 900, 3)
+        (420, 640, 3)
         >>> png, width, height = picture.png()
     """
 
@@ -138,7 +138,7 @@ class PlanPicture:
             share = np.log(tick) / np.log(STRONGEST)
             y = _MARGIN + _LARGE / 2 + share * (height - _LARGE)
             draw.text(
-                (x + 44, y), "dense" if tick == 1 else f"{tick}x", fill="black", font=font, anchor="lm"
+                (x + 42, y), "dense" if tick == 1 else f"{tick}x", fill="black", font=font, anchor="lm"
             )
 
 

@@ -28,7 +28,7 @@ class TensorBoardSink:
     Tags are shown in groups by :func:`hvd_adaptive.telemetry.tags.shown`, the first of which is
     `1_overview`, with their units in their descriptions; the dashboard "Custom Scalars" has charts that
     put what belongs together into one. A plan becomes the text `plan/table`, the image
-    `1_overview/plan`, and where measured `z_layer_gain/LAYER`.
+    `1_overview/3_plan`, and where measured `z_layer_gain/LAYER`.
 
     TensorBoard's own `EventFileWriter` writes in a thread whose errors surface at some later call;
     here a full disk is reported by the call that met it. All scalars of a step are in one event.
