@@ -281,6 +281,11 @@ class Meter:
         return bool(self._outputs)
 
     @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        return self._placement
+
+    @property
     def samples_per_step(self) -> float:
         """Training samples that all ranks together consume in a step; NaN where that is not known."""
         return self._samples

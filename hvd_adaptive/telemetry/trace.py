@@ -202,6 +202,8 @@ def merged(files: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, 
     for number, (label, events) in enumerate(files):
         pids: dict[Any, int] = {}
         for event in events:
+            if _clock_of(event) is not None:
+                continue
             pid = pids.setdefault(event.get("pid"), number * _PIDS_PER_FILE + len(pids))
             moved = {**event, "pid": pid}
             if "ts" in event:
@@ -210,7 +212,7 @@ def merged(files: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, 
                 moved["args"] = {"name": f"{label}: {event['args']['name']}"}
             together.append(moved)
     clock = {"name": "clock", "ph": "M", "pid": 0, "args": {_START: first}}
-    return [clock, *(each for each in together if _clock_of(each) is None)]
+    return [clock, *together]
 
 
 def _clock_of(event: dict[str, Any]) -> int | None:

@@ -267,7 +267,8 @@ def _axes(across: Scale, up: Scale, x: str, y: str) -> str:
 
 
 def _text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{html.escape(words)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
+    return f"<text {place}>{html.escape(words)}</text>"
 
 
 def _figure(content: str, label: str, across: Scale, series: Mapping[str, Series], below: str) -> str:

@@ -113,7 +113,8 @@ def decisions(run: RecordedRun) -> list[Decision]:
     for name, series in run.under("plan/").items():
         for point in series:
             reported.setdefault(point.step, {})[name] = point.value
-    found, before = [], {}
+    found: list[Decision] = []
+    before: dict[str, tuple[Any, ...]] = {}
     for step, plan in run.plans:
         now = {row["layer"]: _does(row) for row in plan["layers"]}
         wire = sum(row["wire_bytes"] for row in plan["layers"])
