@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hvd_adaptive.telemetry.tags import modern
 
-__all__ = ["Point", "RecordedRun", "load", "read"]
+__all__ = ["Point", "RecordedRun", "load", "read", "whole_windows"]
 
 
 class Point(NamedTuple):
@@ -85,6 +87,23 @@ class RecordedRun:
             while self.plans and self.plans[-1][0] >= step:
                 self.plans.pop()
             self.plans.append((step, record["plan"]))
+
+
+def whole_windows(series: list[Point]) -> list[Point]:
+    """A series of means without a last one of less than half as many steps as the others.
+
+    A run that ends between two records writes what it has: the mean of a step or two, which looks like
+    a cliff beside the means of ten.
+
+    Example:
+        >>> means = [Point(step, 1.0, 0.0) for step in (10, 20, 30, 32)]
+        >>> [point.step for point in whole_windows(means)]
+        [10, 20, 30]
+    """
+    steps = [after.step - before.step for before, after in itertools.pairwise(series)]
+    if len(steps) > 1 and 2 * steps[-1] < statistics.median(steps[:-1]):
+        return series[:-1]
+    return series
 
 
 def read(lines: Iterable[str]) -> RecordedRun:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_adaptive.telemetry.recorded import Point, RecordedRun
+from hvd_adaptive.telemetry.recorded import Point, RecordedRun, whole_windows
 
 PARTS = ("compute", "compress", "exposed", "decompress")
 
@@ -68,13 +68,13 @@ class Run:
         share = self.exposed_share
         return "" if math.isnan(share) else f"{100 * share:.0f} % exposed (the run has not ended yet)"
 
+    def over_steps(self, tag: str) -> list[tuple[float, float]]:
+        """A tag's means over the steps, without that of a last record of few steps."""
+        return pairs(whole_windows(self.recorded.series(tag)))
+
     def loss_over(self, seconds: bool) -> list[tuple[float, float]]:
         """The training loss over the steps, or over the seconds since the first record of a step."""
         series = self.recorded.series("train/loss") or self.recorded.series("loss/rank_0")
-        return self.over(series, seconds)
-
-    def over(self, series: list[Point], seconds: bool) -> list[tuple[float, float]]:
-        """A series over the steps, or over the seconds since the run's first numbers."""
         if not seconds:
             return pairs(series)
         started = min((each[0].time for each in self.recorded.scalars.values() if each), default=0.0)

@@ -72,7 +72,7 @@ def _comparison(runs: Sequence[Run]) -> list[str]:
     ]
 
     def of(tag: str) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: run.over(run.recorded.series(tag), seconds=False) for run in runs}
+        return {run.name: run.over_steps(tag) for run in runs}
 
     by_step = {run.name: run.loss_over(seconds=False) for run in runs}
     by_time = {run.name: run.loss_over(seconds=True) for run in runs}
@@ -149,13 +149,13 @@ def _cards(run: Run) -> str:
 
 
 def _time(run: Run) -> list[str]:
-    series = {part: pairs(run.recorded.series(f"time/{part}_ms")) for part in PARTS}
+    series = {part: run.over_steps(f"time/{part}_ms") for part in PARTS}
     heading = "<h3>Where the step's time went</h3>"
     if not all(series.values()):
         return [heading, "<p>No step is recorded yet.</p>"]
     throughput = {
-        "samples": pairs(run.recorded.series("throughput/samples_per_sec")),
-        "steps": pairs(run.recorded.series("throughput/steps_per_sec")),
+        "samples": run.over_steps("throughput/samples_per_sec"),
+        "steps": run.over_steps("throughput/steps_per_sec"),
     }
     unit = "samples" if throughput["samples"] else "steps"
     return [
@@ -170,12 +170,12 @@ def _time(run: Run) -> list[str]:
 
 def _bytes(run: Run) -> list[str]:
     names = {"dense": "dense gradients", "payload": "payload", "traffic": "traffic on the link"}
-    series = {label: pairs(run.recorded.series(f"bytes/{name}")) for name, label in names.items()}
+    series = {label: run.over_steps(f"bytes/{name}") for name, label in names.items()}
     if not any(series.values()):
         return []
     chart = charts.lines(series, "step", "bytes per step and rank", logarithmic=True)
     gain = charts.lines(
-        {"gain": pairs(run.recorded.series("compression/gain"))},
+        {"gain": run.over_steps("compression/gain")},
         "step",
         "energy sent / of the gradient",
     )
@@ -263,7 +263,7 @@ def _decisions(run: Run) -> list[str]:
         more = _table(heading, rows[_SHOWN_DECISIONS:], words)
         count = len(rows) - _SHOWN_DECISIONS
         shown += f"<details><summary>{count} more</summary>{more}</details>"
-    same = len(made) - len(said)
+    same = sum(not each.changed for each in made)
     note = "one plan" if len(made) == 1 else f"{len(made)} plans"
     note += f", {same} of which changed nothing" if same else ""
     note += f"; planner: {planner}" if planner not in ("", "None") else "; no planner decides"
