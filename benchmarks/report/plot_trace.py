@@ -35,6 +35,14 @@ Series = Sequence[Point]
 
 PARTS = ("compute", "compress", "exposed", "decompress")
 NAMES = {"exposed": "exposed communication"}
+TOGETHER = {
+    "max_bytes": "bytes",
+    "dense_bytes": "bytes",
+    "max_error": "error",
+    "error_of_one_plan": "error",
+    "theta_min": "theta",
+}
+"""What a planner reports of one quantity, by the name of its plot."""
 
 
 def levels(trace: RecordedRun) -> Figure | None:
@@ -118,13 +126,18 @@ def planner(trace: RecordedRun) -> Figure | None:
     groups: dict[str, dict[str, Series]] = defaultdict(dict)
     for name, series in trace.under("plan/").items():
         if any(point.value for point in series):
-            groups[re.sub(r"_[\d.]+x?$", "", name)][name] = series
+            group = re.sub(r"_[\d.]+x?$", "", name)
+            groups[TOGETHER.get(group, group)][name] = series
     if not groups:
         return None
     figure, plots = _plots(len(groups))
     for axes, (group, members) in zip(plots, groups.items(), strict=True):
         for name, series in members.items():
-            _line(axes, name.removeprefix(group).strip("_"), series)
+            _line(
+                axes, name.removeprefix(f"{group}_").replace("_", " "), series, drawstyle="steps-post"
+            )
+        if group == "bytes":
+            _readable_log(axes)
         axes.set_ylabel(group.replace("_", " "), fontsize=7)
         if len(members) > 1:
             axes.legend(fontsize=7, ncols=4)
@@ -148,10 +161,10 @@ def _plots(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(plots[:, 0])
 
 
-def _line(axes: Axes, label: str, series: Series) -> None:
+def _line(axes: Axes, label: str, series: Series, **style: str) -> None:
     if series:
         steps, values, _ = zip(*series, strict=True)
-        axes.plot(steps, values, marker=".", label=label)
+        axes.plot(steps, values, marker=".", label=label, **style)
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
