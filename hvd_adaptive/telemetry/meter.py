@@ -387,6 +387,7 @@ class Meter:
     def _start_window(self) -> None:
         for row in self._rows:
             row[:] = [0.0] * _COLUMNS
+        self._loss.take()
         self._steps = 0
         self._window_start = self._last
 
