@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import socket
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,8 @@ from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Plan, Recipe
-from hvd_adaptive.telemetry import Meter, Telemetry
+from hvd_adaptive.telemetry import Meter, Placement, Telemetry
+from hvd_adaptive.telemetry.verdict import usable_cores
 
 _counter = itertools.count()
 
@@ -493,10 +495,25 @@ def _open_meter(
 ) -> Meter:
     """The meter; where rank 0 cannot write, all ranks say so."""
 
+    placement = _placement(control if active else None, ranks)
+
     def build() -> Meter:
-        return Meter(telemetry, rank=hvd.rank(), dense_traffic=2 * (ranks - 1) / ranks)
+        traffic = 2 * (ranks - 1) / ranks
+        return Meter(telemetry, rank=hvd.rank(), dense_traffic=traffic, placement=placement)
 
     return control.agree("DistributedOptimizer", build, lambda _: {}, alone=not active)
+
+
+def _placement(control: Control | None, ranks: int) -> Placement:
+    """Where the ranks run: which of them share this machine's cores, and how many cores these are."""
+    host, cores = socket.gethostname(), usable_cores()
+    if control is None:
+        return Placement(ranks, hvd.cross_size(), hvd.local_size(), len(cores))
+    everyone = control.allgather([host, cores])
+    here = [theirs for name, theirs in everyone if name == host]
+    # ranks may be bound to a core each
+    together = {core for theirs in here for core in theirs}
+    return Placement(ranks, hvd.cross_size(), len(here), len(together))
 
 
 def _configuration(digest: Mapping[str, str], size: int) -> dict[str, str]:

@@ -269,8 +269,8 @@ def check_python(words: list[str]) -> None:
                 assert (ROOT / file).exists(), file
         elif module in ("mkdocs", "mypy", "ruff"):
             assert rest[:1] in ([], ["build"], ["check"])
-        elif module.startswith("benchmarks."):
-            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+        elif module.startswith(("benchmarks.", "hvd_adaptive.commands.")):
+            assert importlib.util.find_spec(module), module
             check_options(module, rest)
         else:
             assert importlib.util.find_spec(module), module

@@ -182,7 +182,7 @@ def _lag() -> int:
 
 def _ends(step_seconds: Sequence[float], log: Log) -> list[float]:
     """When each step ended, by the clock of the machine."""
-    step, moment, _ = log.scalars("step_time/total")[-1]
+    step, moment, _ = log.scalars("time/step_ms")[-1]
     ends = list(itertools.accumulate(step_seconds))
     return [moment - ends[min(step, len(ends) - 1)] + end for end in ends]
 

@@ -14,64 +14,35 @@ A picture of which the trace holds nothing is left out. Needs matplotlib: pip in
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+
+from hvd_adaptive.telemetry.recorded import Point, RecordedRun, load, whole_windows
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-Series = list[tuple[int, float]]
+Series = Sequence[Point]
 
-PARTS = ("compute", "compress", "communicate", "decompress")
-
-
-@dataclass
-class RecordedRun:
-    """What telemetry.jsonl holds.
-
-    Args:
-        scalars: by tag: steps and values; a null is left out.
-        plans: steps and plans, as ``Plan.record()`` makes them.
-    """
-
-    scalars: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
-    plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-
-    def under(self, prefix: str) -> dict[str, Series]:
-        """The scalars whose tags begin so, without it."""
-        return {
-            tag.removeprefix(prefix): series
-            for tag, series in sorted(self.scalars.items())
-            if tag.startswith(prefix)
-        }
-
-
-def read(lines: Iterable[str]) -> RecordedRun:
-    """Parse a trace; ValueError names the line that is none."""
-    trace = RecordedRun()
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            step = int(record["step"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is no record of a trace: {error!r}") from error
-        for tag, value in record.get("scalars", {}).items():
-            if value is not None:
-                trace.scalars[tag].append((step, value))
-        if "plan" in record:
-            trace.plans.append((step, record["plan"]))
-    return trace
+PARTS = ("compute", "compress", "exposed", "decompress")
+NAMES = {"exposed": "exposed communication"}
+TOGETHER = {
+    "max_bytes": "bytes",
+    "dense_bytes": "bytes",
+    "max_error": "error",
+    "error_of_one_plan": "error",
+    "theta_min": "theta",
+}
+"""What a planner reports of one quantity, by the name of its plot."""
 
 
 def levels(trace: RecordedRun) -> Figure | None:
@@ -80,7 +51,7 @@ def levels(trace: RecordedRun) -> Figure | None:
         return None
     names = list(dict.fromkeys(row["layer"] for _, plan in trace.plans for row in plan["layers"]))
     starts = [step for step, _ in trace.plans]
-    last = max([step for series in trace.scalars.values() for step, _ in series] + [starts[-1] + 1])
+    last = max(trace.last_step, starts[-1] + 1)
     ratios = np.full((len(names), len(starts)), np.nan)
     for column, (_, plan) in enumerate(trace.plans):
         for row in plan["layers"]:
@@ -100,22 +71,36 @@ def levels(trace: RecordedRun) -> Figure | None:
 
 def costs(trace: RecordedRun) -> Figure | None:
     """Where a step's time goes, and its bytes."""
-    parts = {part: trace.scalars.get(f"step_time/{part}", []) for part in PARTS}
+    parts = {part: whole_windows(trace.series(f"time/{part}_ms")) for part in PARTS}
     if not all(parts.values()):
         return None
     figure, (above, below) = plt.subplots(2, 1, figsize=(10, 6), sharex=True, layout="constrained")
-    steps = [step for step, _ in parts["compute"]]
+    steps = [point.step for point in parts["compute"]]
+    labels = [NAMES.get(part, part) for part in PARTS]
     above.stackplot(
-        steps, [[1e3 * value for _, value in series] for series in parts.values()], labels=PARTS
+        steps, [[point.value for point in series] for series in parts.values()], labels=labels
     )
     above.set_ylabel("ms per step")
     above.set_ylim(bottom=0)
     above.legend(loc="upper right", fontsize=8)
-    _line(below, "payload", trace.scalars.get("compression/bytes_per_step", []))
+    for name in ("dense", "payload"):
+        _line(below, name, whole_windows(trace.series(f"bytes/{name}")))
     below.set_ylabel("bytes per step and rank")
-    below.set_yscale("log")
+    _readable_log(below)
+    below.legend(fontsize=8)
     below.set_xlabel("step")
     return figure
+
+
+def _readable_log(axes: Axes) -> None:
+    """A logarithmic vertical axis with words such as 200k on every line, also within one decade."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    few = high / low < 100
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=12))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", alpha=0.3)
 
 
 def forecast(trace: RecordedRun) -> Figure | None:
@@ -134,16 +119,25 @@ def forecast(trace: RecordedRun) -> Figure | None:
 
 
 def planner(trace: RecordedRun) -> Figure | None:
-    """Every figure that the planner reported; those that differ by a number share a plot."""
+    """Every figure that the planner reported; those that differ by a number share a plot.
+
+    What was 0 throughout, because it does not matter to this planner, has no plot.
+    """
     groups: dict[str, dict[str, Series]] = defaultdict(dict)
     for name, series in trace.under("plan/").items():
-        groups[re.sub(r"_[\d.]+x?$", "", name)][name] = series
+        if any(point.value for point in series):
+            group = re.sub(r"_[\d.]+x?$", "", name)
+            groups[TOGETHER.get(group, group)][name] = series
     if not groups:
         return None
     figure, plots = _plots(len(groups))
     for axes, (group, members) in zip(plots, groups.items(), strict=True):
         for name, series in members.items():
-            _line(axes, name.removeprefix(group).strip("_"), series)
+            _line(
+                axes, name.removeprefix(f"{group}_").replace("_", " "), series, drawstyle="steps-post"
+            )
+        if group == "bytes":
+            _readable_log(axes)
         axes.set_ylabel(group.replace("_", " "), fontsize=7)
         if len(members) > 1:
             axes.legend(fontsize=7, ncols=4)
@@ -167,9 +161,10 @@ def _plots(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(plots[:, 0])
 
 
-def _line(axes: Axes, label: str, series: Series) -> None:
+def _line(axes: Axes, label: str, series: Series, **style: str) -> None:
     if series:
-        axes.plot(*zip(*series, strict=True), marker=".", label=label)
+        steps, values, _ = zip(*series, strict=True)
+        axes.plot(steps, values, marker=".", label=label, **style)
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -182,8 +177,7 @@ def draw(folder: Path, out: Path) -> list[Path]:
     Raises:
         FileNotFoundError, ValueError: there is no trace, or it is none.
     """
-    with (folder / "telemetry.jsonl").open(encoding="utf-8") as lines:
-        trace = read(lines)
+    trace = load(folder)
     out.mkdir(parents=True, exist_ok=True)
     made = []
     for name, make in PICTURES.items():

@@ -1,10 +1,11 @@
 """Draws what benchmarks/network/training.py has measured.
 
-    python -m benchmarks.report.plots    # results/training_{overview,steps,accuracy}.png
+    python -m benchmarks.report.plots    # results/training_{overview,steps,accuracy,choice}.png
 
 The first picture compares the steps of four models at 200 Mbit/s, the second shows where a step of the
-LSTM spends its time, the third how the LSTM and the MLP get better with the seconds of training. Needs
-matplotlib.
+LSTM spends its time, the third how the LSTM and the MLP get better with the seconds of training, the
+fourth what every compressor and planner ends with, against its bytes and its time: what one chooses by.
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ COLORS = {
     "decompress": "#937860",
 }
 MEANINGS = {"communicate": "exposed communication"}
+SHADES = {
+    FP16: "#7f7f7f", "powersgd": "#8172b3", "qsgd": "#55a868", TOPK: "#c44e52", tables.SIGNS: "#dd8452",
+    "lgreco": "#1f77b4", "lgreco-time": "#17becf", "kimad": "#2ca02c", "kimad+": "#bcbd22",
+    "gravac": "#9467bd", "gravac+lgreco": "#e377c2", "accordion": "#8c564b",
+    "accordion+lgreco": "#d62728", "cgx": "#ff7f0e",
+}  # fmt: skip
 LINES = {DENSE: "#4c72b0", FP16: "#55a868", TOPK: "#c44e52", "powersgd": "#8172b3"}
 
 
@@ -131,6 +138,102 @@ def accuracy(points: Mapping[str, Any], path: Path) -> bool:
     return _save(figure, path)
 
 
+def choice(points: Mapping[str, Any], path: Path) -> bool:
+    """The score that each method ends with over its bytes per step, and over its seconds of training.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    models = [each for each in tables.names(points, 1, "course") if ends(points, each)]
+    if not models:
+        return False
+    pyplot = report.pyplot()
+    figure, axes = pyplot.subplots(
+        len(models), 2, figsize=(11, 3.1 * len(models)), squeeze=False, sharey="row"
+    )
+    labels: dict[str, Any] = {}
+    for (left, right), model in zip(axes, models, strict=True):
+        found = ends(points, model)
+        name = tables.metric(next(iter(tables.runs_of(points, model, DENSE).values())))
+        for place, kind in ((left, "payload"), (right, "seconds")):
+            known = {method: end for method, end in found.items() if end[kind] > 0}
+            for method, end in known.items():
+                labels[method] = place.scatter(end[kind], end["score"], zorder=3, **look(method))
+            front = best_front([(end[kind], end["score"]) for end in known.values()], name)
+            place.plot(*zip(*front, strict=True), color="#bbbbbb", zorder=1)
+            place.axhline(found[DENSE]["score"], color="black", linestyle=":", linewidth=1)
+            place.set_xscale("log")
+            _readable(place.xaxis)
+            place.grid(alpha=0.25)
+        if name == "perplexity":
+            left.invert_yaxis()  # as with accuracy, better is up
+        left.set(ylabel=f"{model}: held-out {name}", xlabel="payload bytes per step and rank")
+        right.set(xlabel=f"seconds of training, links of {RATE}")
+    title = "Up and left is better; gray: nothing is better in both; dotted: dense training's score"
+    figure.suptitle(title, fontsize=10)
+    figure.legend(labels.values(), labels.keys(), loc="center right", fontsize=8)
+    figure.tight_layout(rect=(0, 0, 0.84, 0.99))
+    figure.savefig(path, dpi=110)
+    print(f"written to {path}")
+    return True
+
+
+def _readable(axis: Any) -> None:
+    """Round numbers on a logarithmic axis, also within one decade."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def ends(points: Mapping[str, Any], model: str) -> dict[str, dict[str, float]]:
+    """Score, payload bytes per step and seconds of training, by method; NaN where not measured."""
+    found = {}
+    for method in dict.fromkeys([DENSE, FP16, *tables.names(points, 2, "course")]):
+        direct = tables.outcome(points, model, method, RATE)
+        end = direct or tables.outcome(points, model, method)
+        if end is None:
+            continue
+        runs = list(tables.runs_of(points, model, method, RATE if direct else "").values())
+        steps, payload = runs[0]["steps"], end.payload
+        if direct is not None:
+            seconds = tables.mean_curve(runs)[-1]["seconds"]
+        elif method in tables.SEARCHING:
+            seconds = steps * tables.seconds_of_payload(points, model, RATE, payload)
+        else:
+            seconds = tables.seconds_of_steps(points, model, method, RATE, steps, end.warmup)
+        step = tables.step_of(points, model, method, RATE)
+        if not payload > 0 and step is not None:
+            payload = tables.payload_of(method, step)
+        found[method] = {"score": end.score, "payload": payload, "seconds": seconds}
+    return found if DENSE in found else {}
+
+
+def best_front(ends: list[tuple[float, float]], metric: str) -> list[tuple[float, float]]:
+    """The points than which none is better in both, cheapest first.
+
+    Example:
+        >>> best_front([(3, 0.9), (1, 0.5), (2, 0.4)], "accuracy")
+        [(1, 0.5), (3, 0.9)]
+    """
+    sign = -1 if metric == "accuracy" else 1
+    front: list[tuple[float, float]] = []
+    for cost, score in sorted(ends, key=lambda end: (end[0], sign * end[1])):
+        if not front or sign * score < sign * front[-1][1]:
+            front.append((cost, score))
+    return front
+
+
+def look(method: str) -> dict[str, Any]:
+    """Planners are diamonds, compressors circles, dense training stars; each has its color."""
+    compressors = {FP16, *LINES, "qsgd", tables.SIGNS}
+    marker = "*" if method in (DENSE, FP16) else "o" if method in compressors else "D"
+    size = 150 if marker == "*" else 60
+    return {"marker": marker, "s": size, "color": SHADES.get(method, "black"), "edgecolors": "white"}
+
+
 def curves(points: Mapping[str, Any], model: str) -> dict[str, tuple[list[float], list[float]]]:
     """Of each method in :data:`LINES` with training runs and a step time: seconds and mean scores."""
     found = {}
@@ -175,6 +278,7 @@ def main() -> int:
         overview(points, folder / "training_overview.png"),
         steps(points, folder / "training_steps.png"),
         accuracy(points, folder / "training_accuracy.png"),
+        choice(points, folder / "training_choice.png"),
     ]
     if not all(drawn):
         print("not all is measured yet that the pictures show", file=sys.stderr)

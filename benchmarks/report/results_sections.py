@@ -402,6 +402,7 @@ def training() -> str:
         *_training_tables(points),
         end="![Parts of a step](results/training_steps.png)\n\n"
         "![Score over the seconds of training](results/training_accuracy.png)\n\n"
+        "![Score over bytes and over time, of every method](results/training_choice.png)\n\n"
         + missed({"missed": targets_missed(points)}),
     )
 

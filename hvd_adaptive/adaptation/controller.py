@@ -55,6 +55,7 @@ from hvd_adaptive.planning import (
 )
 from hvd_adaptive.planning.plan import Expected
 from hvd_adaptive.telemetry import Meter
+from hvd_adaptive.telemetry.tags import in_milliseconds
 
 LAG = 5
 """Steps from the trigger of a plan to the switch."""
@@ -388,7 +389,7 @@ class AdaptationController:
         self._sampler.set_factors(message.factors, step)
         self._decided = True
         self._forecast.begin(message.report, step)
-        for key, value in message.report.items():
+        for key, value in in_milliseconds(message.report).items():
             if np.isfinite(value):
                 self._meter.scalar(f"plan/{key}", value, step)
         if message.reasons:

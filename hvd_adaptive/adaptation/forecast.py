@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hvd_adaptive.adaptation.timing import CollectiveTiming, span_of
 from hvd_adaptive.telemetry import Meter
+from hvd_adaptive.telemetry.tags import in_milliseconds
 
 
 class Forecast:
@@ -47,10 +48,11 @@ class Forecast:
 
     def _report(self, step: int) -> None:
         """Write the means since the last report, and what was predicted of them."""
-        for key, measured in self._sums.items():
-            if key in self._predicted:
-                self._meter.scalar(f"forecast/predicted_{key}", self._predicted[key], step)
-                self._meter.scalar(f"forecast/measured_{key}", measured / self._steps, step)
+        foreseen = {key: self._predicted[key] for key in self._sums if key in self._predicted}
+        measured = {key: self._sums[key] / self._steps for key in foreseen}
+        for kind, figures in (("predicted", foreseen), ("measured", measured)):
+            for key, value in in_milliseconds(figures).items():
+                self._meter.scalar(f"forecast/{kind}_{key}", value, step)
 
     def _forget(self) -> None:
         self._sums, self._steps = {}, 0

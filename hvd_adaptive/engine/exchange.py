@@ -18,9 +18,10 @@ from hvd_adaptive.collectives.base import BucketIO, Buffers, Steps
 from hvd_adaptive.comm.request import Request, nbytes_of
 from hvd_adaptive.comm.transport import Handle, JoinedRankError, Transport
 from hvd_adaptive.engine.codec_states import CodecStates
+from hvd_adaptive.engine.labels import labeled
 from hvd_adaptive.engine.multi_level import MultiLevelPayloads
 from hvd_adaptive.feedback import FeedbackState
-from hvd_adaptive.telemetry import Meter
+from hvd_adaptive.telemetry import Meter, Trace
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +125,12 @@ class Exchange:
         started = perf_counter()
         io = self._io(bucket)
         steps = scheme_named(bucket.scheme).run(bucket, grads, io)
-        request = next(steps)
-        self.meter.bucket(bucket.index, compress=perf_counter() - started, dense=io.buffers.dense_bytes)
+        with labeled("compress"):
+            request = next(steps)
+        done = perf_counter()
+        self.meter.bucket(bucket.index, compress=done - started, dense=io.buffers.dense_bytes)
+        if self.meter.trace is not None:
+            self.meter.trace.span("compress", started, done, bucket=bucket.index)
         self._submit(bucket, steps, request, round_=0)
 
     def _io(self, bucket: Bucket) -> BucketIO:
@@ -175,13 +180,16 @@ class Exchange:
     def _go_on(self, ended: _InFlight) -> None:
         """Wait for an operation, and do what follows it."""
         waiting = perf_counter()
-        reply = self.transport.wait(ended.handle)
+        with labeled("wait"):
+            reply = self.transport.wait(ended.handle)
         done = perf_counter()
         more: Request | None
         try:
-            more = ended.steps.send(reply)
+            with labeled("decompress"):
+                more = ended.steps.send(reply)
         except StopIteration:
             more = None
+        decompressed = perf_counter()
         carried = self.transport.traffic(ended.request, nbytes_of(reply))
         traffic, node = (0, carried) if ended.request.group == "node" else (carried, 0)
         index, exposed = ended.bucket.index, done - waiting
@@ -192,10 +200,12 @@ class Exchange:
             index,
             exposed=exposed,
             communicate=done - ended.launched,
-            decompress=perf_counter() - done,
+            decompress=decompressed - done,
             traffic=traffic,
             node=node,
         )
+        if self.meter.trace is not None:
+            _record(self.meter.trace, ended, (waiting, done, decompressed), carried)
         if more is not None:
             self._submit(ended.bucket, ended.steps, more, ended.round + 1)
 
@@ -224,3 +234,20 @@ class Exchange:
         if request.group != "node":  # what stays there is dense, and not what compression is for
             self.meter.bucket(bucket.index, payload=nbytes_of(request.tensor))
         self._inflight.append(_InFlight(bucket, steps, request, handle, round_, launched))
+
+
+def _record(trace: Trace, ended: _InFlight, times: tuple[float, float, float], carried: int) -> None:
+    """Trace an operation, the wait for it, and what followed."""
+    waiting, done, decompressed = times
+    index, request = ended.bucket.index, ended.request
+    trace.flight(
+        f"bucket {index}: {request.operation}",
+        ended.launched,
+        done,
+        scheme=ended.bucket.scheme,
+        round=ended.round,
+        group=request.group,
+        traffic_bytes=carried,
+    )
+    trace.span("wait", waiting, done, bucket=index)
+    trace.span("decompress", done, decompressed, bucket=index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
@@ -20,9 +21,11 @@ from hvd_adaptive.engine.ballot import Ballot
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.feedback_states import FeedbackStates
 from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.engine.labels import labeled
 from hvd_adaptive.engine.layer_agreement import refuse_dropped
 from hvd_adaptive.engine.layout import Layout, Progress
 from hvd_adaptive.engine.learning_rates import LearningRates
+from hvd_adaptive.engine.loss import running_loss
 from hvd_adaptive.engine.state import restore_layers, restore_progress, run_of, state_of
 from hvd_adaptive.engine.step_gradients import StepGradients
 from hvd_adaptive.feedback import FeedbackContext
@@ -125,6 +128,15 @@ class Reducer:
 
     def _arrive(self, index: int) -> None:
         """A backward pass has accumulated the gradient of one parameter."""
+        trace = self._exchange.meter.trace
+        if trace is None:
+            self._take(index)
+            return
+        started = perf_counter()
+        self._take(index)
+        trace.span("hook", started, perf_counter(), layer=self._hooks.names[index])
+
+    def _take(self, index: int) -> None:
         if not self.touched:
             self._begin()
         if not self._hooks.is_complete(index):
@@ -145,6 +157,8 @@ class Reducer:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
         self.touched = True
         self._exchange.begin_step(self.rounds)
+        if self._exchange.meter.writes and (loss := running_loss()) is not None:
+            self._exchange.meter.loss(loss)
         self._codecs.begin_step(self._layout.steps)
         self._parameters_changed |= self._hooks.follow()
         if self._ranks_changed():
@@ -227,6 +241,13 @@ class Reducer:
         """
         if not self._active:
             return
+        started = perf_counter()
+        with labeled("synchronize"):
+            self._synchronize()
+        if self._exchange.meter.trace is not None:
+            self._exchange.meter.trace.span("synchronize", started, perf_counter())
+
+    def _synchronize(self) -> None:
         if not self.touched:
             self._begin()
         try:

@@ -21,9 +21,11 @@ from typing import Final
 
 from hvd_adaptive.planning.plan import Plan
 from hvd_adaptive.telemetry.config import Telemetry
-from hvd_adaptive.telemetry.sinks import JsonLinesSink, Sink
+from hvd_adaptive.telemetry.outputs import Outputs, open_sinks
+from hvd_adaptive.telemetry.sinks import Sink
 from hvd_adaptive.telemetry.summary import Summary
-from hvd_adaptive.telemetry.tensorboard import TensorBoardSink
+from hvd_adaptive.telemetry.trace import Trace, TraceWindow
+from hvd_adaptive.telemetry.verdict import Placement, verdict
 
 __all__ = ["Meter"]
 
@@ -34,6 +36,24 @@ _COLUMNS: Final = 10
 
 # Complete steps that the summary leaves out: kernels compile and buffers are allocated in them.
 _WARMUP_STEPS: Final = 5
+
+
+class _Mean:
+    """The mean of numbers since it was taken last."""
+
+    __slots__ = ("_sum", "count")
+
+    def __init__(self) -> None:
+        self.count, self._sum = 0, 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self._sum += value
+
+    def take(self) -> float:
+        mean = _ratio(self._sum, self.count)
+        self.count, self._sum = 0, 0.0
+        return mean
 
 
 class Meter:
@@ -52,10 +72,11 @@ class Meter:
             bytes; 2 (N - 1) / N under a ring allreduce over N ranks. `ratio_traffic` compares with it.
         clock: seconds, monotonic.
         sinks: used in place of the sinks that `telemetry` describes, on any rank.
+        placement: where the ranks run; by default this process is alone.
 
     Raises:
         OSError: rank 0 cannot write to `telemetry.logdir`.
-        ModuleNotFoundError: TensorBoard is wanted and not installed.
+        ModuleNotFoundError: TensorBoard, or a logger, is wanted and not installed.
     """
 
     __slots__ = (
@@ -66,19 +87,25 @@ class Meter:
         "_every",
         "_idle",
         "_last",
-        "_names",
+        "_loss",
+        "_outputs",
         "_past",
         "_past_seconds",
         "_past_steps",
+        "_placement",
         "_rows",
         "_samples",
-        "_sinks",
         "_step",
         "_steps",
         "_telemetry",
+        "_traced",
         "_warm",
         "_window_start",
+        "trace",
     )
+
+    trace: Trace | None
+    """Records what this rank does, in the steps that `Telemetry.trace` names; else None."""
 
     def __init__(
         self,
@@ -88,6 +115,7 @@ class Meter:
         dense_traffic: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
         sinks: Sequence[Sink] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         telemetry = Telemetry.parse(telemetry)
         self._every = telemetry.every
@@ -98,7 +126,6 @@ class Meter:
         self._dense_traffic = dense_traffic
         self._closed = False
         self._rows: list[list[float]] = []
-        self._names: list[tuple[str, str, str]] = []
         # Complete steps of the running window; -1 until the clock has started.
         self._steps = -1
         self._boundary = 0
@@ -111,35 +138,43 @@ class Meter:
         self._past_seconds = 0.0
         self._past_steps = 0
         self._warm: tuple[int, float, list[float]] | None = None
+        self._loss = _Mean()
+        self._placement = placement or Placement.alone()
         self._telemetry = telemetry
-        self._sinks = list(sinks or ())
+        self._outputs = Outputs(sinks or ())
         if sinks is None and rank == 0:
-            self._open()
-        elif self._sinks:
+            self._outputs = Outputs(open_sinks(telemetry))
+        self._close_at_exit()
+        self._traced = TraceWindow(telemetry.traced_steps, telemetry.logdir, rank)
+        self.trace = self._traced.follow(0)
+
+    def _close_at_exit(self) -> None:
+        """Horovod's optimizer has no close(), so a drop-in's user does not call one."""
+        if self._outputs or self._telemetry.trace:
             atexit.register(self.close)
 
-    def _open(self) -> None:
-        self._sinks = _open_sinks(self._telemetry)
-        if self._sinks:
-            # Horovod's optimizer has no close(), so a drop-in's user does not call one.
-            atexit.register(self.close)
-
-    def ranks_changed(self, before: int, rank: int, dense_traffic: float) -> None:
+    def ranks_changed(
+        self, before: int, rank: int, dense_traffic: float, placement: Placement | None = None
+    ) -> None:
         """Continue in an elastic run whose ranks have changed: the new rank 0 writes.
 
         Args:
             before: this process's rank until now.
             rank: its rank from now on.
             dense_traffic: as for the meter, with the present ranks.
+            placement: as for the meter; None leaves it.
 
         Warns:
             RuntimeWarning: this rank cannot write to the `logdir`.
         """
         self._dense_traffic = dense_traffic
-        if before == 0 or rank != 0 or self._sinks:
+        self._traced.rank = rank
+        self._placement = placement or self._placement
+        if before == 0 or rank != 0 or self._outputs:
             return
         try:
-            self._open()
+            self._outputs = Outputs(open_sinks(self._telemetry))
+            self._close_at_exit()
         except (OSError, ModuleNotFoundError) as error:
             warnings.warn(
                 f"{error}; nothing is written by this rank, training continues",
@@ -208,6 +243,8 @@ class Meter:
         self._last = self.now()
         self._step = step
         self._steps += 1
+        if self.trace is not None:
+            self.trace.step(step)
         if self._steps == self._boundary:
             self._cross_boundary()
 
@@ -222,15 +259,31 @@ class Meter:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Writes one value at once, past the window."""
-        self._to_sinks(lambda sink: sink.scalars(step, {tag: float(value)}))
+        self._outputs.write(lambda sink: sink.scalars(step, {tag: float(value)}))
 
     def text(self, tag: str, text: str, step: int = 0) -> None:
         """Writes a text (Markdown) at once."""
-        self._to_sinks(lambda sink: sink.text(tag, text, step))
+        self._outputs.write(lambda sink: sink.text(tag, text, step))
 
     def plan(self, plan: Plan, step: int) -> None:
         """Writes what every layer does from this step on."""
-        self._to_sinks(lambda sink: sink.plan(plan, step))
+        if self.trace is not None:
+            self.trace.switch(step, plan.wire_bytes, plan.dense_bytes)
+        self._outputs.write(lambda sink: sink.plan(plan, step))
+
+    def loss(self, value: float) -> None:
+        """Takes the loss of the running step into the mean of the window."""
+        self._loss.add(value)
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is written by this rank."""
+        return bool(self._outputs)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        return self._placement
 
     @property
     def samples_per_step(self) -> float:
@@ -272,6 +325,9 @@ class Meter:
             ratio_traffic=_ratio(self._dense_traffic * sums[_DENSE], sums[_TRAFFIC]),
             gain=_ratio(sums[_SENT], sums[_ENERGY]),
             node_bytes=mean[_NODE],
+            verdict=verdict(
+                total, mean[_EXPOSED], mean[_COMPRESS] + mean[_DECOMPRESS], self._placement
+            ),
         )
 
     def close(self) -> None:
@@ -282,9 +338,11 @@ class Meter:
         atexit.unregister(self.close)
         if self._steps > 0:
             self._close_window()
-        self._to_sinks(lambda sink: sink.flush())
-        self._to_sinks(lambda sink: sink.close())
-        self._sinks.clear()
+        self._traced.end()
+        self.trace = None
+        if self._outputs and (sentence := self.summary().verdict):
+            self.text("verdict", sentence, self._step)
+        self._outputs.close()
 
     def __enter__(self) -> Meter:
         return self
@@ -298,11 +356,8 @@ class Meter:
         self.close()
 
     def _grow(self, index: int) -> list[float]:
-        for new in range(len(self._rows), index + 1):
+        for _ in range(len(self._rows), index + 1):
             self._rows.append([0.0] * _COLUMNS)
-            kinds = ("communicate_ms", "compress_ms", "payload_bytes")
-            first, second, third = (f"bucket/{new}/{kind}" for kind in kinds)
-            self._names.append((first, second, third))
         return self._rows[index]
 
     def _cross_boundary(self) -> None:
@@ -318,18 +373,29 @@ class Meter:
         if self._warm is None:
             to_warm = _WARMUP_STEPS - self._past_steps
             self._boundary = min(self._boundary, to_warm)
+        self._follow_trace()
+
+    def _follow_trace(self) -> None:
+        """Begin or end the trace where it is time to, and return at the next such step."""
+        done = self._past_steps + self._steps + 1  # the first call only starts the clock: it is a step
+        with self.paused():
+            self.trace = self._traced.follow(done)
+        for step in self._traced.steps:
+            if step > done:
+                self._boundary = min(self._boundary, self._steps + step - done)
 
     def _start_window(self) -> None:
         for row in self._rows:
             row[:] = [0.0] * _COLUMNS
+        self._loss.take()
         self._steps = 0
         self._window_start = self._last
 
     def _close_window(self) -> None:
         sums = self._window()
-        if self._sinks:
+        if self._outputs:
             record = self._record(sums)
-            self._to_sinks(lambda sink: sink.scalars(self._step, record))
+            self._outputs.write(lambda sink: sink.scalars(self._step, record))
         self._past_steps, self._past_seconds, self._past = self._totals()
         self._start_window()
 
@@ -351,22 +417,29 @@ class Meter:
         )
 
     def _record(self, sums: list[float]) -> dict[str, float]:
+        """The means of the running window by tag: see :mod:`hvd_adaptive.telemetry.tags`."""
         steps = self._steps
         total = (self._last - self._window_start) / steps
         compress, exposed, decompress = (
             sums[column] / steps for column in (_COMPRESS, _EXPOSED, _DECOMPRESS)
         )
         record = {
-            "step_time/total": total,
-            "step_time/compute": total - compress - exposed - decompress,
-            "step_time/compress": compress,
-            "step_time/communicate": exposed,
-            "step_time/decompress": decompress,
-            "compression/bytes_per_step": sums[_PAYLOAD] / steps,
+            "time/step_ms": total * 1e3,
+            "time/compute_ms": (total - compress - exposed - decompress) * 1e3,
+            "time/compress_ms": compress * 1e3,
+            "time/exposed_ms": exposed * 1e3,
+            "time/decompress_ms": decompress * 1e3,
+            "bytes/payload": sums[_PAYLOAD] / steps,
+            "bytes/traffic": sums[_TRAFFIC] / steps,
+            "bytes/dense": sums[_DENSE] / steps,
         }
         # A quantity without meaning (nothing sent, no sample count) is left out, not written as 0.
-        if total > 0 and not math.isnan(self._samples):
-            record["throughput/samples_per_sec"] = self._samples / total
+        if total > 0:
+            record["throughput/steps_per_sec"] = 1 / total
+            if not math.isnan(self._samples):
+                record["throughput/samples_per_sec"] = self._samples / total
+        if self._loss.count:
+            record["loss/rank_0"] = self._loss.take()
         if sums[_PAYLOAD]:
             record["compression/ratio_payload"] = sums[_DENSE] / sums[_PAYLOAD]
         if sums[_TRAFFIC]:
@@ -377,57 +450,11 @@ class Meter:
             left = (sums[_ENERGY] - sums[_SENT]) / steps
             # Rounding may leave a little less than nothing; a NaN stays one.
             record["residual/norm"] = 0.0 if left < 0 else math.sqrt(left)
-        for row, (communicate_ms, compress_ms, payload_bytes) in zip(
-            self._rows, self._names, strict=True
-        ):
-            record[communicate_ms] = row[_COMMUNICATE] / steps * 1e3
-            record[compress_ms] = row[_COMPRESS] / steps * 1e3
-            record[payload_bytes] = row[_PAYLOAD] / steps
+        for bucket, row in enumerate(self._rows):
+            record[f"bucket/{bucket}/communicate_ms"] = row[_COMMUNICATE] / steps * 1e3
+            record[f"bucket/{bucket}/compress_ms"] = row[_COMPRESS] / steps * 1e3
+            record[f"bucket/{bucket}/payload_bytes"] = row[_PAYLOAD] / steps
         return record
-
-    def _to_sinks(self, write: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                write(sink)
-            except Exception as error:
-                self._disable(sink, error)
-
-    def _disable(self, sink: Sink, error: Exception) -> None:
-        """Training continues without this log; one warning names the log and the reason."""
-        self._sinks.remove(sink)
-        reason = f"{type(error).__name__}: {error}"
-        try:
-            sink.close()
-        except Exception as again:
-            # Closing tries to write the rest, so it fails in the same way; another way is news.
-            if str(again) != str(error):
-                reason += f"; then closing it {type(again).__name__}: {again}"
-        warnings.warn(
-            f"telemetry: {type(sink).__name__} failed ({reason}) and is disabled; "
-            "nothing more is written to it, training continues",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def _open_sinks(telemetry: Telemetry) -> list[Sink]:
-    if telemetry.logdir is None:
-        return []
-    sinks: list[Sink] = []
-    wanted = ((telemetry.tensorboard, TensorBoardSink), (telemetry.jsonl, JsonLinesSink))
-    try:
-        for wants, kind in wanted:
-            if wants:
-                sinks.append(kind(telemetry.logdir))
-    except OSError as error:
-        for sink in sinks:
-            sink.close()
-        raise OSError(
-            error.errno,
-            f"telemetry cannot write to logdir {telemetry.logdir!r} ({error.strerror}): "
-            "name a folder that rank 0 may create and write to, or write telemetry=None",
-        ) from error
-    return sinks
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -19,7 +19,7 @@ class Summary:
     `compute` is what remains of `total` without `compress`, `communicate` and `decompress`;
     `communicate` is the exposed communication, so the four add up to `total`.
     `gain` is the share of the gradients' energy that was sent. `node_bytes` stay inside a node, and are
-    no part of `traffic_bytes`.
+    no part of `traffic_bytes`. `verdict` says in one sentence what bounds a step.
     """
 
     steps: float
@@ -36,6 +36,7 @@ class Summary:
     ratio_traffic: float
     gain: float
     node_bytes: float = 0.0
+    verdict: str = ""
 
     def table(self) -> str:
         """The summary as aligned lines of text."""
@@ -55,7 +56,8 @@ class Summary:
         lines.append(("compression ratio of the traffic", _number(self.ratio_traffic, "{:,.2f}")))
         lines.append(("gain", _number(self.gain, "{:.4f}")))
         width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
+        table = [f"{label:<{width}}  {value}" for label, value in lines]
+        return "\n".join([*table, self.verdict] if self.verdict else table)
 
 
 def _number(value: float, form: str) -> str:

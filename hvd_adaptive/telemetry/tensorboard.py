@@ -14,6 +14,7 @@ from typing import Any, Final
 from hvd_adaptive.planning.plan import Plan
 from hvd_adaptive.telemetry.plan_image import PlanPicture
 from hvd_adaptive.telemetry.sinks import make_folder
+from hvd_adaptive.telemetry.tags import LAYOUT, PLAN_PICTURE, description, shown
 
 __all__ = ["TensorBoardSink"]
 
@@ -24,7 +25,10 @@ _PICTURE_SECONDS: Final = 30.0
 class TensorBoardSink:
     """TensorBoard event files, written in the calling thread.
 
-    A plan becomes the text `plan/table`, the image `plan/levels`, and where measured `gain/LAYER`.
+    Tags are shown in groups by :func:`hvd_adaptive.telemetry.tags.shown`, the first of which is
+    `1_overview`, with their units in their descriptions; the dashboard "Custom Scalars" has charts that
+    put what belongs together into one. A plan becomes the text `plan/table`, the image
+    `1_overview/3_plan`, and where measured `z_layer_gain/LAYER`.
 
     TensorBoard's own `EventFileWriter` writes in a thread whose errors surface at some later call;
     here a full disk is reported by the call that met it. All scalars of a step are in one event.
@@ -41,6 +45,7 @@ class TensorBoardSink:
             tensor_pb2 = importlib.import_module(f"{proto}.tensor_pb2")
             tensor_shape_pb2 = importlib.import_module(f"{proto}.tensor_shape_pb2")
             record_writer = importlib.import_module("tensorboard.summary.writer.record_writer")
+            layout_pb2 = importlib.import_module("tensorboard.plugins.custom_scalar.layout_pb2")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 f"telemetry to TensorBoard needs the package tensorboard ({error}): "
@@ -60,21 +65,56 @@ class TensorBoardSink:
         self._shown = -math.inf
         self._file = (make_folder(logdir) / name).open("xb")
         self._records: Any = record_writer.RecordWriter(self._file)
+        self._tags: dict[str, str] = {}
         self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write_layout(layout_pb2)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        value = self._summary.Summary.Value
-        self._write_summary(step, [value(tag=tag, simple_value=v) for tag, v in values.items()])
+        self._write_summary(step, [self._value(tag, value) for tag, value in values.items()])
+
+    def _value(self, tag: str, value: float) -> Any:
+        """One number; the first of its tag brings the description."""
+        known = self._tags.get(tag)
+        if known is not None:
+            return self._summary.Summary.Value(tag=known, simple_value=value)
+        self._tags[tag] = shown(tag)
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="scalars")
+        metadata = self._summary.SummaryMetadata(
+            plugin_data=plugin, summary_description=description(tag)
+        )
+        return self._summary.Summary.Value(tag=self._tags[tag], simple_value=value, metadata=metadata)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        self._write_tensor(step, tag, "text", text.encode(), [1])
+
+    def _write_layout(self, layout_pb2: Any) -> None:
+        """What the dashboard "Custom Scalars" shows."""
+        category, chart = layout_pb2.Category, layout_pb2.Chart
+        layout = layout_pb2.Layout(
+            category=[
+                category(
+                    title=title,
+                    chart=[
+                        chart(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
+                        for name, tags in charts.items()
+                    ],
+                )
+                for title, charts in LAYOUT.items()
+            ]
+        )
+        content = layout.SerializeToString()
+        self._write_tensor(0, "custom_scalars__config__", "custom_scalars", content, [])
+
+    def _write_tensor(self, step: int, tag: str, plugin: str, content: bytes, shape: list[int]) -> None:
+        """Bytes that a plugin of TensorBoard reads."""
+        data = self._summary.SummaryMetadata.PluginData(plugin_name=plugin)
         value = self._summary.Summary.Value(
             tag=tag,
-            metadata=self._summary.SummaryMetadata(plugin_data=plugin),
+            metadata=self._summary.SummaryMetadata(plugin_data=data),
             tensor=self._tensor(
                 dtype="DT_STRING",
-                string_val=[text.encode()],
-                tensor_shape=self._shape(dim=[self._shape.Dim(size=1)]),
+                string_val=[content],
+                tensor_shape=self._shape(dim=[self._shape.Dim(size=size) for size in shape]),
             ),
         )
         self._write_summary(step, [value])
@@ -102,7 +142,7 @@ class TensorBoardSink:
         image = self._summary.Summary.Image(
             encoded_image_string=png, width=width, height=height, colorspace=3
         )
-        self._write_summary(step, [self._summary.Summary.Value(tag="plan/levels", image=image)])
+        self._write_summary(step, [self._summary.Summary.Value(tag=PLAN_PICTURE, image=image)])
 
     def _write_summary(self, step: int, values: list[Any]) -> None:
         summary = self._summary.Summary(value=values)

@@ -7,12 +7,15 @@ import io
 import math
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
 import horovod.torch as hvd
 import torch
 from tqdm import tqdm
+
+from hvd_adaptive.telemetry import Placement
+from hvd_adaptive.telemetry.verdict import verdict
 
 from .loop import Score
 
@@ -110,6 +113,8 @@ class Costs:
     payload_bytes: float = math.nan
     traffic_bytes: float = math.nan
     ratio_traffic: float = math.nan
+    least_exposed: float = math.nan
+    """The exposed communication of the rank that has least of it."""
 
     @property
     def compute(self) -> float:
@@ -126,16 +131,25 @@ def gather_costs(total: float, meter: Any | None) -> Costs:
     values = {"total": total}
     if meter is not None:
         summary = meter.summary()
-        values |= {field.name: getattr(summary, field.name) for field in fields(Costs)} | values
+        known = [field.name for field in fields(Costs) if hasattr(summary, field.name)]
+        values |= {name: getattr(summary, name) for name in known} | values
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     mean = hvd.allreduce(mine, op=hvd.Average, name="costs").tolist()
-    return Costs(**dict(zip(values, mean, strict=True)))
+    costs = Costs(**dict(zip(values, mean, strict=True)))
+    exposed = torch.tensor(values.get("communicate", math.nan), dtype=torch.float64)
+    least = float(hvd.allreduce(exposed, op=hvd.Min, name="costs.least_exposed"))
+    return replace(costs, least_exposed=least)
 
 
 def table(
-    costs: Costs, dense_bytes: int, samples_per_step: int, train_loss: float, score: Score
+    costs: Costs,
+    dense_bytes: int,
+    samples_per_step: int,
+    train_loss: float,
+    score: Score,
+    placement: Placement | None = None,
 ) -> str:
-    """The result of a run as aligned lines."""
+    """The result of a run as aligned lines, and what bounded its steps where that is known."""
     rows = [
         ("samples per second", _number(samples_per_step / costs.total, "{:,.1f}")),
         ("step time: total", _share(costs.total, costs.total)),
@@ -154,7 +168,11 @@ def table(
         rows[-1] = ("held-out perplexity", f"{score.perplexity:.2f} on {score.examples:,} sequences")
         rows.append(("held-out accuracy", f"{score.accuracy:.2%} of the next tokens"))
     width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+    lines = [f"{label:<{width}}  {value}" for label, value in rows]
+    if placement is not None:
+        works = costs.compress + costs.decompress
+        lines.append(verdict(costs.total, costs.communicate, works, placement, costs.least_exposed))
+    return "\n".join(line for line in lines if line)
 
 
 def _number(value: float, form: str) -> str:

@@ -394,7 +394,8 @@ def finish(run: TrainingRun, end: End, score: Score) -> None:
     costs = gather_costs(end.clock.mean(), metered)
     gradients = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     dense_bytes = sum(each.numel() * each.element_size() for each in gradients)
-    say("\n" + table(costs, dense_bytes, samples_per_step(run), end.train_loss, score))
+    placement = metered.placement if metered is not None else None
+    say("\n" + table(costs, dense_bytes, samples_per_step(run), end.train_loss, score, placement))
     if run.options.result is not None and hvd.rank() == 0:
         last = Evaluation(end.position.step, math.fsum(end.clock.seconds), score)
         run_and_costs = result.describe(run.options, hvd.size(), dense_bytes, costs)
@@ -403,5 +404,6 @@ def finish(run: TrainingRun, end: End, score: Score) -> None:
     if run.options.logdir is not None:
         say(
             f"\nlogs in {run.options.logdir}; to look at them:"
-            f" tensorboard --logdir {shlex.quote(str(run.options.logdir))}"
+            f" tensorboard --logdir {shlex.quote(str(run.options.logdir))}, or one page:"
+            f" python -m hvd_adaptive.commands.report {shlex.quote(str(run.options.logdir))}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -67,3 +68,48 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: str | None, message: 
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_planners_picture_leaves_out_what_is_always_zero_and_costs_the_last_few_steps(
+    tmp_path: Path,
+) -> None:
+    from benchmarks.report import plot_trace
+    from hvd_adaptive.telemetry.recorded import read
+
+    lines = [
+        json.dumps({"step": step, "scalars": {
+            **{f"time/{part}_ms": 1.0 for part in plot_trace.PARTS},
+            "bytes/payload": 200e3 if step < 32 else 1.0, "bytes/dense": 400e3,
+            "plan/bytes": 5.0, "plan/max_bytes": 9.0, "plan/ideal": 0.0, "plan/shortfall": 0.0,
+        }}) + "\n"
+        for step in (10, 20, 30, 32)
+    ]  # fmt: skip
+    run = read(lines)
+    planner = plot_trace.planner(run)
+    assert planner is not None
+    assert [axes.get_ylabel() for axes in planner.axes] == ["bytes"]
+    costs = plot_trace.costs(run)
+    assert costs is not None
+    below = costs.axes[1]
+    assert max(line.get_xdata().max() for line in below.lines) == 30
+    costs.canvas.draw()
+    low, high = below.get_ylim()
+    ticks = zip(below.get_yticks(), below.get_yticklabels(), strict=True)
+    words = [label.get_text() for at, label in ticks if low <= at <= high]
+    assert "200k" in words
+    assert all(re.fullmatch(r"[\d.]+k", word) for word in words)
+
+
+def test_the_picture_to_choose_by_has_every_method_with_its_bytes_and_time() -> None:
+    from benchmarks.network import training_tables as tables
+    from benchmarks.report import plots
+
+    points = json.loads((lab.ROOT / "benchmarks/results/training.json").read_text())["cells"]
+    for model in tables.names(points, 1, "course"):
+        found = plots.ends(points, model)
+        methods = {*tables.names(points, 2, "course"), tables.FP16}
+        assert {method for method in methods if tables.outcome(points, model, method)} <= found.keys()
+        known = [end for end in found.values() if end["payload"] > 0 and end["seconds"] > 0]
+        assert len(known) >= len(found) - 2, model
+        front = plots.best_front([(end["seconds"], end["score"]) for end in known], "accuracy")
+        assert front == sorted(front)

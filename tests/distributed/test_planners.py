@@ -558,9 +558,9 @@ def test_what_was_decided_can_be_seen(tmp_path: Path) -> None:
     predicted, measured = (scalars[f"forecast/{kind}_bytes"][-1] for kind in ("predicted", "measured"))
     # headers and ends of payloads; the layers are small
     assert predicted == pytest.approx(measured, rel=0.05)
-    assert scalars["forecast/predicted_sync_seconds"][-1] > 0
+    assert scalars["forecast/predicted_sync_ms"][-1] > 0
     assert "plan/bucket_costs_r2" in scalars
-    assert "plan/planner_seconds" in scalars
+    assert "plan/planner_ms" in scalars
     heading, *rest = str(optimizer.plan).splitlines()
     assert heading.endswith("of error")
     assert all(line.split()[-1] != "-" for line in rest[:3])

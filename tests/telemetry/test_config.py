@@ -50,6 +50,14 @@ def test_parse_rejects_anything_else_and_says_what_to_write(
         ({"samples_per_step": 10**400}, ValueError, r"an int below 2\*\*63"),
         ({"logdir": "a\0b"}, ValueError, r"'a\\x00b' holds a NUL"),
         ({"logdir": "a", "tensorboard": False, "jsonl": False}, ValueError, "write nothing"),
+        ({"logdir": "a", "trace": 3}, TypeError, r"write True, or \(first, end\)"),
+        ({"logdir": "a", "trace": (5, 5)}, ValueError, "with 0 <= first < end"),
+        ({"logdir": "a", "trace": (1.0, 2)}, TypeError, r"write True, or \(first, end\)"),
+        ({"trace": True}, ValueError, "trace.* needs a folder"),
+        ({"logdir": "a", "loggers": "wandb"}, TypeError, "write a list of 'wandb', 'mlflow'"),
+        ({"logdir": "a", "loggers": ["wandbb"]}, ValueError, "write 'wandb', 'mlflow'"),
+        ({"logdir": "a", "loggers": [3]}, TypeError, "not an instance"),
+        ({"loggers": ["wandb"]}, ValueError, "loggers.* needs a folder"),
     ],
 )
 def test_a_wrong_field_is_an_error_that_says_what_to_write(

@@ -33,13 +33,16 @@ def test_a_step_splits_into_compute_compress_communicate_and_decompress() -> Non
     (step, record) = sink.records[0]
     assert step == 1
     expected = {
-        "step_time/total": 0.5,
-        "step_time/compute": 0.5 - 0.07 - 0.10 - 0.03,
-        "step_time/compress": 0.07,
-        "step_time/communicate": 0.10,
-        "step_time/decompress": 0.03,
+        "time/step_ms": 500.0,
+        "time/compute_ms": 500.0 - 70.0 - 100.0 - 30.0,
+        "time/compress_ms": 70.0,
+        "time/exposed_ms": 100.0,
+        "time/decompress_ms": 30.0,
+        "throughput/steps_per_sec": 2.0,
         "throughput/samples_per_sec": 64.0,
-        "compression/bytes_per_step": 160.0,
+        "bytes/payload": 160.0,
+        "bytes/traffic": 320.0,
+        "bytes/dense": 8000.0,
         "compression/ratio_payload": 50.0,
         "compression/ratio_traffic": 25.0,
         "compression/gain": 0.75,
@@ -69,11 +72,11 @@ def test_a_record_is_the_mean_of_its_window_and_carries_its_last_step() -> None:
     for step in range(9):
         run_step(meter, clock, step, float(step), exposed=step / 4, payload=100 * step)
     assert [step for step, _ in sink.records] == [4, 8]
-    totals = [record["step_time/total"] for _, record in sink.records]
-    assert totals == pytest.approx([(1 + 2 + 3 + 4) / 4, (5 + 6 + 7 + 8) / 4])
-    waits = [record["step_time/communicate"] for _, record in sink.records]
-    assert waits == pytest.approx([2.5 / 4, 6.5 / 4])
-    payloads = [record["compression/bytes_per_step"] for _, record in sink.records]
+    totals = [record["time/step_ms"] for _, record in sink.records]
+    assert totals == pytest.approx([250 * (1 + 2 + 3 + 4), 250 * (5 + 6 + 7 + 8)])
+    waits = [record["time/exposed_ms"] for _, record in sink.records]
+    assert waits == pytest.approx([2500 / 4, 6500 / 4])
+    payloads = [record["bytes/payload"] for _, record in sink.records]
     assert payloads == pytest.approx([250, 650])
 
 
@@ -126,7 +129,7 @@ def test_quantities_without_meaning_are_left_out_of_the_records() -> None:
     absent = {"throughput/samples_per_sec", "compression/gain", "residual/norm"}
     absent |= {"compression/ratio_payload", "compression/ratio_traffic"}
     assert absent.isdisjoint(record)
-    assert record["step_time/compute"] == 1.0
+    assert record["time/compute_ms"] == 1000.0
 
 
 def test_rounding_that_leaves_more_sent_than_there_was_is_a_residual_of_zero() -> None:
@@ -162,7 +165,7 @@ def test_buckets_may_appear_later_and_out_of_order() -> None:
     meter.end_step(1)
     assert sink.records[0][1]["bucket/2/payload_bytes"] == 7
     assert sink.records[0][1]["bucket/0/payload_bytes"] == 0
-    assert sink.records[0][1]["compression/bytes_per_step"] == 7
+    assert sink.records[0][1]["bytes/payload"] == 7
 
 
 def best_of(repeats: int, calls: int, work: Any) -> float:

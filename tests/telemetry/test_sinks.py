@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvd_adaptive.telemetry import Meter, Telemetry
-from hvd_adaptive.telemetry.plan_image import BAND, WIDTH
+from hvd_adaptive.telemetry.tags import LAYOUT, PLAN_PICTURE, description, shown
 from tests.telemetry.helpers import (
     Clock,
     Recorder,
@@ -44,14 +44,15 @@ def test_tensorboard_reads_back_what_was_metered(tmp_path: Path) -> None:
     expected: dict[str, list[tuple[int, float]]] = {}
     for step, record in sink.records:
         for tag, value in record.items():
-            expected.setdefault(tag, []).append((step, value))
+            expected.setdefault(shown(tag), []).append((step, value))
     assert read.keys() == expected.keys()
     for tag, pairs in expected.items():
         assert [step for step, _ in read[tag]] == [2, 4, 5]
         # TensorBoard keeps float32.
         assert [v for _, v in read[tag]] == pytest.approx([v for _, v in pairs], rel=1e-6)
 
-    lines = [line for line in json_lines(tmp_path) if "step_time/total" in line["scalars"]]
+    scalars = [line for line in json_lines(tmp_path) if "scalars" in line]
+    lines = [line for line in scalars if "time/step_ms" in line["scalars"]]
     assert [(line["step"], line["scalars"]) for line in lines] == sink.records
 
 
@@ -64,7 +65,8 @@ def test_texts_and_the_configuration_reach_both_files(tmp_path: Path) -> None:
     assert texts == [(0, {"note": "hello *world*"}), (0, {"configuration": table})]
 
     events = tensorboard_events(tmp_path)
-    assert set(events.Tags()["tensors"]) == {"note", "configuration"}
+    texts = {"note", "configuration"}
+    assert set(events.Tags()["tensors"]) == {*texts, "custom_scalars__config__"}
     assert list(events.Tensors("note")[0].tensor_proto.string_val) == [b"hello *world*"]
     assert list(events.Tensors("configuration")[0].tensor_proto.string_val) == [table.encode()]
     assert events.SummaryMetadata("note").plugin_data.plugin_name == "text"
@@ -208,7 +210,7 @@ def test_close_writes_the_rest_once_and_may_be_called_again() -> None:
     meter.close()
     assert sink.closed == 1
     assert [step for step, _ in sink.records] == [3]
-    assert sink.records[0][1]["compression/bytes_per_step"] == 2.0
+    assert sink.records[0][1]["bytes/payload"] == 2.0
     run_step(meter, clock, 4, 1.0)
     meter.scalar("x", 1.0, 4)
     assert len(sink.records) == 1
@@ -224,10 +226,11 @@ def test_a_program_that_never_closes_its_meter_still_writes_the_last_window(tmp_
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
-    (line,) = json_lines(tmp_path)
+    line, end = json_lines(tmp_path)
+    assert end["texts"].keys() == {"verdict"}
     assert line["step"] == 3
-    assert line["scalars"]["compression/bytes_per_step"] == 6
-    assert tensorboard_scalars(tmp_path)["compression/bytes_per_step"] == [(3, 6.0)]
+    assert line["scalars"]["bytes/payload"] == 6
+    assert tensorboard_scalars(tmp_path)[shown("bytes/payload")] == [(3, 6.0)]
 
 
 def test_a_plan_reaches_tensorboard_as_table_picture_and_gains(tmp_path: Path) -> None:
@@ -235,11 +238,12 @@ def test_a_plan_reaches_tensorboard_as_table_picture_and_gains(tmp_path: Path) -
         meter.plan(plan_of(256, 8), 0)
         meter.plan(plan_of(8, 256, step=30), 30)  # too soon for a picture: it is shown at the end
     events = tensorboard_events(tmp_path)
-    images = events.Images("plan/levels")
+    images = events.Images(PLAN_PICTURE)
     assert [event.step for event in images] == [0, 30]
     assert images[-1].encoded_image_string.startswith(b"\x89PNG")
-    assert (images[-1].width, images[-1].height) == (230 + WIDTH, 4 * BAND)
-    assert [(e.step, e.value) for e in events.Scalars("gain/layer0")] == [(0, 0.75), (30, 0.75)]
+    assert images[-1].width >= 2 * images[-1].height
+    gains = events.Scalars(shown("gain/layer0"))
+    assert [(e.step, e.value) for e in gains] == [(0, 0.75), (30, 0.75)]
     assert (
         b"layer1" in events.Tensors("plan/table/text_summary")[-1].tensor_proto.string_val[0]
         if ("plan/table/text_summary" in events.Tags()["tensors"])
@@ -248,3 +252,30 @@ def test_a_plan_reaches_tensorboard_as_table_picture_and_gains(tmp_path: Path) -
     plans = [line for line in json_lines(tmp_path) if "plan" in line]
     assert [line["step"] for line in plans] == [0, 30]
     assert plans[0]["plan"]["layers"][1]["error_share"] == 0.5
+
+
+def test_tensorboard_is_told_the_unit_of_every_number_once(tmp_path: Path) -> None:
+    with Meter(Telemetry(str(tmp_path), every=1)) as meter:
+        for step in range(4):
+            meter.bucket(0, payload=8, compress=0.1)
+            meter.end_step(step)
+    events = tensorboard_events(tmp_path)
+    for tag in ("time/exposed_ms", "bytes/payload", "bucket/0/compress_ms"):
+        metadata = events.SummaryMetadata(shown(tag))
+        assert metadata.summary_description == description(tag) != ""
+        assert metadata.plugin_data.plugin_name == "scalars"
+    (file,) = tmp_path.glob("events.out.*")
+    assert file.read_bytes().count(description("time/exposed_ms").encode()) == 1
+
+
+def test_tensorboard_has_a_layout_of_charts(tmp_path: Path) -> None:
+    layout_pb2 = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2")
+    with Meter(str(tmp_path)):
+        pass
+    event = tensorboard_events(tmp_path).Tensors("custom_scalars__config__")[0]
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    found = {
+        category.title: {chart.title: tuple(chart.multiline.tag) for chart in category.chart}
+        for category in layout.category
+    }
+    assert found == LAYOUT
