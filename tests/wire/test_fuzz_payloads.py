@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_adaptive.collectives import SCHEMES
 from hvd_adaptive.compressors import REGISTRY
 from tests.wire import fuzz_payloads
 
@@ -74,6 +75,21 @@ def test_a_hundred_thousand_damaged_payloads_are_refused_or_decode_to_numbers() 
 
 def test_every_compressor_is_fuzzed() -> None:
     assert {spec.partition(":")[0] for spec in fuzz_payloads.members()} == {*REGISTRY, "halves"}
+
+
+def test_every_operation_of_schemes_that_compress_twice_is_fuzzed() -> None:
+    subjects = fuzz_payloads.prepare_shots("of topk:density=0.05 and")
+    found = {
+        scheme: {(each.rank, each.number) for each in subjects if each.spec.startswith(scheme)}
+        for scheme, kind in SCHEMES.items()
+        if kind.recompresses
+    }
+    # by rank: what owners get and what all get; between nodes and, at the end, in the node
+    assert found["two_shot"] == {(rank, number) for rank in range(3) for number in range(2)}
+    assert {number for _, number in found["hierarchical"]} == {2, 3, 4}
+    assert set(found) == set(fuzz_payloads.SHOTS)
+    found_one = fuzz_payloads.search(fuzz_payloads.Fuzzer(1, subjects), range(40))
+    assert (found_one[0], found_one[2]) == (40, "")
 
 
 @pytest.mark.slow
