@@ -437,6 +437,7 @@ def test_the_learning_rate_grows_with_the_ranks_unless_gradients_are_summed() ->
 
 @needs_horovod
 def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
+    from hvd_adaptive.telemetry import Placement
     from launch.training.display import Costs, table
     from launch.training.loop import Score
 
@@ -445,6 +446,9 @@ def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
     assert re.search(r"compute +40\.000 ms +40\.0%", known)
     assert "320.0" in known
     assert "compression ratio 10.0" in known
+    crowded = Placement(ranks=16, hosts=1, sharing=16, cores=2)
+    ended = table(Costs(0.1, 0.01, 0.07, 0.0, 100.0, 150.0), 1000, 32, 0.4, score, crowded)
+    assert ended.splitlines()[-1] == "70 % exposed: 16 ranks on 2 cores, not the network"
     unknown = table(Costs(math.nan), 1000, 32, math.nan, score)
     assert unknown.count("not measured") == 9
 
