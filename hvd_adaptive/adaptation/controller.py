@@ -107,7 +107,6 @@ class AdaptationController:
         )
         self._outlook = Outlook(measure_costs if Measurement.SIGNALS in planner.needs else None)
         self.reasons: tuple[str, ...] = ()
-        """Why the plan in force is the one, in words."""
         self._buckets: dict[str, int] = {}
         self._other_bytes = 0.0
         self._factor = 1.0
@@ -479,7 +478,7 @@ def _report(meter: Meter, message: DecisionMessage, step: int) -> None:
 def _foreseen(
     names: Sequence[str], errors: Sequence[float], energies: Sequence[float]
 ) -> dict[str, Expected]:
-    """Error and energy of the layers of which something was seen; no energies where none was measured."""
+    """Error and energy of the layers of which something was seen; no energies where none are known."""
     rows = zip(names, errors, energies, strict=False)
     return {name: (error, energy) for name, error, energy in rows if energy > 0}
 
