@@ -9,7 +9,7 @@ import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
+from hvd_adaptive.adaptation.automatic import expand
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.compressors import CastCompressor, Compressor, NoCompression, format_spec
-from hvd_adaptive.config import CompressionConfig, ReducerOptions, Spec, parse_as
+from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, ReducerOptions, Spec, parse_as
 from hvd_adaptive.engine.routing import check_dtypes, unfit_dtypes
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Recipe
@@ -100,9 +101,16 @@ class Arguments:
         if active:
             trained = {name: parameter.dtype for name, parameter in named if parameter.requires_grad}
             check_dtypes(unfit_dtypes(trained))
-        config = CompressionConfig.of(
-            from_horovod(self.compression), self.overrides, self.feedback, self.scheme
+        chosen = expand(
+            from_horovod(self.compression),
+            self.planner,
+            _candidates(self.candidates),
+            self.scheme,
+            DEFAULT_SCHEME,
+            self.optimizer.param_groups,
         )
+        config = CompressionConfig.of(chosen.compression, self.overrides, self.feedback, chosen.scheme)
+        config = replace(config, start=chosen.start)
         config.check_patterns([name for name, _ in named])
         _check_momentum(config, self.optimizer)
         dense_steps = at_least(0, "dense_steps", self.dense_steps)
@@ -111,14 +119,14 @@ class Arguments:
                 "op=Adasum combines whole gradients: it works only with compression='none' and "
                 "without overrides; use op=Average or op=Sum with compression"
             )
-        alternatives = _candidates(self.candidates)
+        alternatives = _candidates(chosen.candidates)
         options = ReducerOptions(
             passes,
             _flag("sparse_as_dense", self.sparse_as_dense),
             dense_steps,
             _positive("bucket_cap_mb", self.bucket_cap_mb) * (1 << 20),
             _group_names(self.groups, named),
-            _recipe(self.planner, config, alternatives),
+            _recipe(chosen.planner, config, alternatives),
             alternatives,
         )
         return Checked(config, options, named, self._reduction())
@@ -135,7 +143,7 @@ def warn_without_dense_steps(checked: Checked) -> None:
     """Warn where elements wait in residuals from the first step on, which costs accuracy."""
     config, options = checked.config, checked.options
     selecting = [each for each in config.compressors if each.selects and each.biased]
-    if selecting and options.dense_steps == 0:
+    if selecting and options.dense_steps == 0 and config.start is None:
         warnings.warn(
             f"compression={format_spec(selecting[0])!r} without dense_steps: in short training runs, "
             "what is sent late costs accuracy; write dense_steps=N for some 5 to 10 % of the steps, or "
@@ -220,6 +228,29 @@ def at_least(least: int, name: str, value: Any) -> int:
     if number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {number}")
     return number
+
+
+_ENDS = ("total_steps", "T_max", "total_iters")
+"""What torch's schedulers call the number of their steps."""
+
+
+def horizon_of(scheduler: Any) -> int:
+    """How many times a learning rate scheduler is stepped until it ends.
+
+    Raises:
+        ValueError: it has no end.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> horizon_of(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=90))
+        90
+    """
+    known = [getattr(scheduler, name) for name in _ENDS if getattr(scheduler, name, None)]
+    if not known:
+        raise ValueError(
+            f"{type(scheduler).__name__} does not tell when it ends: write the number of steps"
+        )
+    return int(known[0])
 
 
 def _check_seed(seed: Any) -> None:

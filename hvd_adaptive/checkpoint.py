@@ -42,7 +42,7 @@ from torch import Tensor
 
 from hvd_adaptive import feedback
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
-from hvd_adaptive.adaptation.sampling import SKETCH
+from hvd_adaptive.adaptation.sampling import SKETCH, measured_numbers
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.config import CompressionConfig
@@ -657,13 +657,13 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
         for path, index in _indices(controller, name, position):
             if index >= len(candidates):
                 raise _refused(path, f"is {index}: layer {name!r} has {len(candidates)} candidates")
-        if len(controller["measured"][name][0]) != _measured(candidates):
+        if len(controller["measured"][name][0]) != _measured(candidates, run.recipe):
             raise _refused(
                 f"controller['measured'][{name!r}][0]",
-                f"must have {_measured(candidates)} numbers, for the candidates of this run: resume "
-                "with the same compression and candidates",
+                f"must have {_measured(candidates, run.recipe)} numbers, for the candidates of this "
+                "run: resume with the same compression and candidates",
             )
-    total = sum(map(_measured, rows.values()))
+    total = sum(_measured(candidates, run.recipe) for candidates in rows.values())
     if Measurement.PERIOD_ENERGY in run.recipe.planner(run.ranks).needs:
         total += sum(min(layers[name].numel, SKETCH) + 1 for name in rows)
     table = controller["table"] or []
@@ -721,9 +721,9 @@ def _candidates(run: Run, layer: Layer) -> tuple[Candidate, ...]:
     return candidates_of(layer, tuple(dict.fromkeys([own, *run.alternatives])), factors)
 
 
-def _measured(candidates: Sequence[Candidate]) -> int:
-    """How many numbers are measured of a layer: errors, its energy, and bytes that vary."""
-    return len(candidates) + 1 + sum(each.compressor.size_varies for each in candidates)
+def _measured(candidates: Sequence[Candidate], recipe: Recipe) -> int:
+    """How many numbers are measured of a layer for a planner."""
+    return measured_numbers(candidates, Measurement.SIGNALS in recipe.planner().needs)
 
 
 def _check_planner(controller: Mapping[str, Any], recipe: Recipe, ranks: int) -> None:

@@ -71,6 +71,7 @@ class CompressionConfig:
             its level; no compressor means dense.
         schemes: name patterns and the collective schemes of what is encoded, as text; the first that
             matches counts.
+        start: what layers do until a planner has decided on them; None for their own compressor.
     """
 
     compressor: Compressor
@@ -78,6 +79,7 @@ class CompressionConfig:
     feedback: Feedback | None = None
     planned: Mapping[str, tuple[Compressor | None, Level]] = field(default_factory=dict)
     schemes: tuple[tuple[str, str], ...] = ()
+    start: CastCompressor | None = None
 
     @classmethod
     def of(

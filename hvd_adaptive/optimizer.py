@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import horovod
@@ -26,6 +27,7 @@ from hvd_adaptive.arguments import (
     Checked,
     at_least,
     from_horovod,
+    horizon_of,
     is_registered,
     warn_without_dense_steps,
 )
@@ -38,6 +40,7 @@ from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.comm.watchdog import watch
 from hvd_adaptive.compressors import Compression
 from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, Spec
+from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.elastic import ElasticReducer, follow, is_elastic
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.reducer import Reducer
@@ -81,7 +84,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     Args:
         optimizer: the optimizer to wrap; its parameters and state are shared, not copied.
         named_parameters: names of the parameters, usually ``model.named_parameters()``.
-        compression: text such as ``"topk:density=0.01"``, or a member of :class:`Compression`.
+        compression: text such as ``"topk:density=0.01"``, or a member of :class:`Compression`; or
+            ``"auto"``: begin dense, measure, and choose the fastest within limits on accuracy, as in
+            ``"auto:accuracy=strict,total_steps=9000"`` (see :class:`hvd_adaptive.planning.Auto`).
             Biases, norms and tensors under 1,024 elements are sent dense unless an override names them.
         backward_passes_per_step: backward passes whose gradients are added up before they are sent.
         op: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (only without compression).
@@ -100,8 +105,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             schemes by parameter name pattern, as in ``{"encoder.*": "two_shot"}``.
         planner: what chooses each layer's level during training: ``"lgreco"``, ``"lgreco-time"``,
             ``"kimad"``, ``"kimad+"``, ``"gravac"``, ``"accordion"``, ``"accordion+lgreco"``,
-            ``"gravac+lgreco"`` or ``"cgx"``, with options as in ``"lgreco:period=200"``; None keeps the
-            levels that ``compression`` and ``overrides`` name.
+            ``"gravac+lgreco"``, ``"cgx"`` or ``"auto"``, with options as in ``"lgreco:period=200"``;
+            None keeps the levels that ``compression`` and ``overrides`` name.
         candidates: compressors whose levels a planner may choose besides those of ``compression``.
         dense_steps: steps at the start that send dense gradients.
         bucket_cap_mb: dense MiB at which a bucket is closed.
@@ -114,8 +119,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     Returns:
         An optimizer of a class derived from ``optimizer``'s, with beside its own methods
         ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step()``, ``plan``,
-        ``meter``, ``set_compression()``, ``feedback_bytes``, ``compression_state_dict()`` and
-        ``load_compression_state_dict()``.
+        ``meter``, ``set_compression()``, ``report_loss()``, ``set_horizon()``, ``feedback_bytes``,
+        ``compression_state_dict()`` and ``load_compression_state_dict()``.
 
     Raises:
         ValueError: an argument is out of range, a name is unknown, or ranks disagree; on all ranks.
@@ -241,6 +246,13 @@ def _reducer(
             options.candidates,
             exchange.codec_states.by_key,
             transport.topology.ranks_per_node,
+            CostMeasurement(
+                transport,
+                control,
+                f"{prefix}.costs",
+                checked.config.scheme_texts,
+                options.bucket_cap_bytes,
+            ),
         )
 
     parts = (
@@ -400,8 +412,32 @@ class _Methods:
 
     @property
     def plan(self) -> Plan:
-        """Compressor, level and bytes of every layer; prints as a table."""
+        """Compressor, level and bytes of every layer, and why; prints as a table."""
         return self._reducer.plan
+
+    def report_loss(self, loss: float | Tensor) -> None:
+        """Let ``auto`` watch the training loss: call it once per step, before :meth:`step`.
+
+        Optional, and without effect for other planners. The loss of rank 0 of the process set counts.
+        A rise that dense steps do not show makes ``auto`` compress less; see ``docs/auto.md``.
+        """
+        self._reducer.report_loss(float(loss))
+
+    def set_horizon(self, steps: int | Any, steps_per_update: int = 1) -> None:
+        """Let ``auto`` know how long the training run is: what waits is sent before its end.
+
+        Args:
+            steps: calls of :meth:`step` in the whole run, or a learning rate scheduler of torch that
+                has an end, such as ``OneCycleLR`` or ``CosineAnnealingLR``.
+            steps_per_update: calls of :meth:`step` for each of the scheduler's; steps per epoch where
+                that is called once per epoch.
+
+        Raises:
+            ValueError: the scheduler has no end, or a number is not positive.
+        """
+        known = horizon_of(steps) if hasattr(steps, "get_last_lr") else steps
+        known = at_least(1, "steps", known)
+        self._reducer.set_horizon(known * at_least(1, "steps_per_update", steps_per_update))
 
     @property
     def feedback_bytes(self) -> int:
@@ -422,8 +458,11 @@ class _Methods:
             RuntimeError: gradients have arrived that have not been reduced.
         """
         self._reducer.configure(
-            lambda before: CompressionConfig.of(
-                from_horovod(compression), overrides, before.feedback, dict(before.schemes)
+            lambda before: replace(
+                CompressionConfig.of(
+                    from_horovod(compression), overrides, before.feedback, dict(before.schemes)
+                ),
+                start=before.start,
             )
         )
 

@@ -166,7 +166,9 @@ def readers() -> dict[str, Callable[[str], Any]]:
     from hvd_adaptive import compressors, feedback, planning
 
     return {
-        "compression": compressors.parse,
+        "compression": lambda spec: (
+            planning.parse(spec) if spec.startswith("auto") else compressors.parse(spec)
+        ),
         "feedback": feedback.parse,
         "planner": planning.parse,
     }

@@ -25,6 +25,7 @@ import hvd_adaptive as hva
 from benchmarks.report import report
 from benchmarks.workers.presets import Preset, prepare
 from hvd_adaptive import VirtualRanks
+from hvd_adaptive.comm.link_costs import LinkCosts
 
 SHOW_EVERY = 50
 
@@ -37,11 +38,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--virtual-ranks", type=int, required=True, metavar="N", help="how many gradients a step has")
     add("--steps", type=int, required=True, help="how many steps to train")
+    add("--mbit", type=float, default=1000.0, metavar="X",
+        help="Mbit/s of the network that a planner counts on (%(default)s)")  # fmt: skip
     add("--out", type=Path, help="a JSON file for the losses, the bytes and the score")
     return parser.parse_known_args(arguments)
 
 
-def train(preset: Preset, ranks: int, steps: int) -> dict[str, Any]:
+def train(preset: Preset, ranks: int, steps: int, mbit: float = 1000.0) -> dict[str, Any]:
     """Train; the loss and the planned payload of every step, and the score."""
     options = preset.options
     virtual = VirtualRanks(
@@ -51,10 +54,13 @@ def train(preset: Preset, ranks: int, steps: int) -> dict[str, Any]:
         feedback=options.feedback,
         scheme=options.scheme,
         planner=options.planner,
+        candidates=options.candidates,
         dense_steps=options.dense_steps,
         seed=options.seed,
         param_groups=lambda: preset.rule.param_groups,
+        link=LinkCosts(2e-4, 2e-4, 8e-6 / mbit, 8e-6 / mbit),
     )
+    virtual.set_horizon(steps)
     losses, payloads = [], []
     batches = preset.forever_of_all(ranks)
     started = time.perf_counter()
@@ -75,6 +81,8 @@ def train(preset: Preset, ranks: int, steps: int) -> dict[str, Any]:
             seconds = (time.perf_counter() - started) / (step + 1)
             mean = sum(losses[-SHOW_EVERY:]) / len(losses[-SHOW_EVERY:])
             print(f"step {step + 1:>6,}  loss {mean:.4f}  {seconds:.3f} s per step", flush=True)
+            for reason in virtual.plan.reasons[:3]:
+                print(f"    {reason}")
     return {"losses": losses, "payload_bytes": payloads, "score": preset.score()}
 
 
@@ -90,7 +98,7 @@ def main(arguments: list[str]) -> int:
         return 2
     torch.manual_seed(0)
     preset = prepare(others)
-    figures = train(preset, own.virtual_ranks, own.steps)
+    figures = train(preset, own.virtual_ranks, own.steps, own.mbit)
     score = ", ".join(f"{key} {value:.4f}" for key, value in figures["score"].items())
     print(f"held out: {score}")
     if own.out is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -14,10 +14,13 @@ from hvd_adaptive.compressors.base import Compressor, Level
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Recipe
 from hvd_adaptive.planning.plan import Expected
+from hvd_adaptive.planning.step_time import StepCosts
 
 Chain: TypeAlias = tuple[Compressor, list[tuple[Level, ...]]]
 """What layers are compressed to, one after the other: by a compressor, to a level for each of them."""
 
+MeasureCosts: TypeAlias = Callable[[Sequence[Compressor]], StepCosts]
+"""Measures what compressors and the network cost; all ranks call it, and get the same."""
 Assignment: TypeAlias = tuple[Compressor | None, Level]
 """What a plan gives to one layer; without a compressor it is sent dense."""
 
@@ -80,6 +83,16 @@ class Controller(Protocol):
         self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
     ) -> None:
         """Measure one layer."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the plan in force is the one, in words."""
+
+    def report_loss(self, loss: float) -> None:
+        """The training loss of this step, which a planner may watch."""
+
+    def set_horizon(self, steps: int) -> None:
+        """How many steps the whole training run has."""
 
     def votes(self, step: int) -> Votes:
         """At the start of a step, what this rank asks all to do at its end."""
@@ -148,6 +161,17 @@ class NullController:
         self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
     ) -> None:
         """Nothing is measured."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """None: there is no plan."""
+        return ()
+
+    def report_loss(self, loss: float) -> None:
+        """Nobody watches it."""
+
+    def set_horizon(self, steps: int) -> None:
+        """Nobody plans for the end."""
 
     def votes(self, step: int) -> Votes:
         """For nothing."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from hvd_adaptive import specs
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import planned_link_bytes, scheme_for
 from hvd_adaptive.compressors import CastCompressor, format_spec
@@ -91,6 +92,17 @@ def _levels_of(compressor: Compressor, layer: Layer, factors: Sequence[float]) -
     low, high = compressor.level_bounds
     inside = [level for level in dict.fromkeys([*levels, *exact]) if low <= level <= high]
     return inside or levels  # of a layer that is too small for any of the range
+
+
+def short_spec(compressor: Compressor) -> str:
+    """A compressor as text, without options that have their defaults.
+
+    Example:
+        >>> from hvd_adaptive.compressors import parse
+        >>> short_spec(parse("topk:density=0.02,values=bf16"))
+        'topk:density=0.02'
+    """
+    return specs.write(compressor.name, compressor, defaults=False)
 
 
 def errors_of(

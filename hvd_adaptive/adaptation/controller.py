@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.adaptation.base import Assignment, Chain
+from hvd_adaptive.adaptation.base import Assignment, Chain, MeasureCosts
 from hvd_adaptive.adaptation.forecast import Forecast
 from hvd_adaptive.adaptation.messages import (
     DecisionMessage,
@@ -32,6 +32,7 @@ from hvd_adaptive.adaptation.messages import (
     Votes,
     from_json,
 )
+from hvd_adaptive.adaptation.outlook import Outlook
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
 from hvd_adaptive.adaptation.timing import (
     CollectiveTiming,
@@ -48,6 +49,7 @@ from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import (
     DENSE,
     CandidateTable,
+    Decision,
     Measurement,
     PlanningInput,
     Recipe,
@@ -74,6 +76,7 @@ class AdaptationController:
         alternatives: compressors whose levels are candidates in addition to those of a layer's own.
         states: what compressors have learned, by their ``state_key``.
         ranks_per_node: how many ranks share a node.
+        measure_costs: measures compressors and network, for planners that foresee seconds.
     """
 
     plans = True
@@ -88,6 +91,7 @@ class AdaptationController:
         alternatives: Sequence[Compressor] = (),
         states: Mapping[Compressor, CodecState] | None = None,
         ranks_per_node: int = 1,
+        measure_costs: MeasureCosts | None = None,
     ) -> None:
         self.recipe = recipe
         planner = recipe.planner(ranks)
@@ -101,6 +105,8 @@ class AdaptationController:
         self._sampler = Sampler(
             recipe, planner.needs, planner.factors, ranks, {} if states is None else states
         )
+        self._outlook = Outlook(measure_costs if Measurement.SIGNALS in planner.needs else None)
+        self.reasons: tuple[str, ...] = ()
         self._buckets: dict[str, int] = {}
         self._other_bytes = 0.0
         self._factor = 1.0
@@ -150,12 +156,13 @@ class AdaptationController:
             for row, (_, _, scheme) in zip(known, layers, strict=True):
                 row.use_scheme(scheme, self._ranks)
             return
+        self._outlook.price([*(own for _, own, _ in layers), *self._alternatives])
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
-        asked = self.recipe.candidate_factors()
+        asked, signals = self.recipe.candidate_factors(), self._sampler.signals
         rows = [
-            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked)
+            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked, signals)
             for row in layers
         ]
         check_ranges(self.recipe, rows)
@@ -165,6 +172,7 @@ class AdaptationController:
         # a plan of other layers is of no use
         self._averages = self._table = self._trigger = None
         self._worker.forget()
+        self._outlook.plans = self._worker.planner.budget.plans
         self._sampler.sampled = 0
         self._restore()
 
@@ -226,6 +234,7 @@ class AdaptationController:
         if np.isfinite(samples := self._meter.samples_per_step):
             facts = replace(facts, samples=samples)
         completions: list[Callable[[StepMeasurements], StepMeasurements]] = []
+        facts = self._outlook.added_to(facts)
         if self._sampler.averages(step):
             averages = self._channel.mean(self._sampler.step_vector(step))
             factors = self._sampler.factors
@@ -253,6 +262,14 @@ class AdaptationController:
         if self._first:
             self._worker.add(facts)
 
+    def report_loss(self, loss: float) -> None:
+        """The training loss of this step; that of the rank that plans counts."""
+        self._outlook.loss = loss
+
+    def set_horizon(self, steps: int) -> None:
+        """How many steps the whole training run has; what the rank that plans says counts."""
+        self._outlook.horizon = steps
+
     # --- planning, on rank 0 ----------------------------------------------------------------------
 
     def _think(self, step: int) -> None:
@@ -274,8 +291,8 @@ class AdaptationController:
         mean = self._sampler.table(averages)
         if Measurement.PERIOD_ENERGY in self._needs:
             energy, steps = self._sampler.period(averages)
-            facts = StepMeasurements(step, period_energy=energy, period_steps=steps)
-            self._worker.planner.observe(facts)
+            period = StepMeasurements(step, period_energy=energy, period_steps=steps)
+            self._worker.planner.observe(period)
         # of as many ranks as there are now: a run may have been resumed with others
         own = (
             [self._sampler.table(each) for each in everyone] if len(everyone) == self._ranks > 1 else []
@@ -283,24 +300,15 @@ class AdaptationController:
         buckets = np.array([self._buckets[name] for name in self._sampler.rows], dtype=np.int64)
         tables = tuple(table for table, _ in own)
         planner = self._worker.planner
-        decision = planner.plan(PlanningInput(step, mean[0], buckets, self._other_bytes, tables))
-        seen, choices = (own, decision.own) if decision.own else ([mean], (decision.levels,))
-        levels = tuple(tuple(choice.tolist()) for choice in choices)
-        measured_errors = Measurement.ERRORS in self._needs
-        message = DecisionMessage(
-            levels=levels,
-            changed=not self._decided or levels != self._last_decision,
-            factor=decision.factor,
-            factors=tuple(planner.factors),
-            report={**decision.report, "planner_seconds": perf_counter() - start},
-            reasons=tuple(decision.reasons),
-            errors=tuple(
-                _errors_at(table, choice) for (table, _), choice in zip(seen, choices, strict=True)
-            ),
-            energies=tuple(tuple(each.tolist()) if measured_errors else () for _, each in seen),
+        signals, costs = self._sampler.signals_of(averages), self._outlook.costs
+        decision = planner.plan(
+            PlanningInput(step, mean[0], buckets, self._other_bytes, tables, signals, costs)
         )
-        message.to_json()  # what cannot be sent must fail here, where it is reported to all ranks
-        return message
+        seen, choices = (own, decision.own) if decision.own else ([mean], (decision.levels,))
+        if Measurement.ERRORS not in self._needs:
+            seen = [(table, np.zeros(0)) for table, _ in seen]
+        message = _message(decision, seen, choices, planner.factors, perf_counter() - start)
+        return replace(message, changed=not self._decided or message.levels != self._last_decision)
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do some work on rank 0; its failure is reported to all ranks."""
@@ -379,21 +387,16 @@ class AdaptationController:
         mine = self._rank if len(message.levels) == self._ranks else 0
         names = list(self._sampler.rows)
         self._levels = dict(zip(names, message.levels[mine], strict=True))
-        foreseen = zip(message.errors[mine], message.energies[mine], strict=False)
-        self.expected = {
-            name: (error, energy)
-            for name, (error, energy) in zip(names, foreseen, strict=False)
-            if energy > 0  # else nothing was seen of it
-        }
+        self.expected = _foreseen(names, message.errors[mine], message.energies[mine])
         self._factor = message.factor
         self._sampler.set_factors(message.factors, step)
         self._decided = True
+        self._outlook.plans += 1
+        self.reasons = message.reasons
+        if message.report.get("measure_again"):
+            self._outlook.price_again()
         self._forecast.begin(message.report, step)
-        for key, value in in_milliseconds(message.report).items():
-            if np.isfinite(value):
-                self._meter.scalar(f"plan/{key}", value, step)
-        if message.reasons:
-            self._meter.text("plan/reasons", "; ".join(message.reasons), step)
+        _report(self._meter, message, step)
         return self.assignments() if message.changed else None
 
     # --- state ------------------------------------------------------------------------------------
@@ -441,6 +444,7 @@ class AdaptationController:
         self._worker.planner.load_state_dict(state["planner"])
         self._factor = state["factor"]
         self._sampler.restore_factors(tuple(state["factors"]), int(state["factors_since"]))
+        self._outlook.plans = self._worker.planner.budget.plans - (state["message"] is not None)
         self._loaded = state
         if self._sampler.rows:
             self._restore()
@@ -460,6 +464,55 @@ class AdaptationController:
         self._last_decision = tuple(tuple(row) for row in state["told"])
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         self._sampler.restore(state["measured"])
+
+
+def _report(meter: Meter, message: DecisionMessage, step: int) -> None:
+    """Write a decision's figures and reasons."""
+    for key, value in in_milliseconds(message.report).items():
+        if np.isfinite(value):
+            meter.scalar(f"plan/{key}", value, step)
+    if message.reasons:
+        meter.text("plan/reasons", "; ".join(message.reasons), step)
+
+
+def _foreseen(
+    names: Sequence[str], errors: Sequence[float], energies: Sequence[float]
+) -> dict[str, Expected]:
+    """Error and energy of the layers of which something was seen; no energies where none are known."""
+    rows = zip(names, errors, energies, strict=False)
+    return {name: (error, energy) for name, error, energy in rows if energy > 0}
+
+
+def _message(
+    decision: Decision,
+    seen: Sequence[tuple[CandidateTable, Float64s]],
+    choices: Sequence[Int64s],
+    factors: Sequence[float],
+    seconds: float,
+) -> DecisionMessage:
+    """What all ranks are to know of a decision.
+
+    Args:
+        decision: the planner's.
+        seen: the table and the energies that each of the choices was made by.
+        choices: of all ranks, or of each.
+        factors: at which gains are measured from now on.
+        seconds: that the planner took.
+    """
+    message = DecisionMessage(
+        levels=tuple(tuple(choice.tolist()) for choice in choices),
+        changed=True,
+        factor=decision.factor,
+        factors=tuple(factors),
+        report={**decision.report, "planner_seconds": seconds},
+        reasons=tuple(decision.reasons),
+        errors=tuple(
+            _errors_at(table, choice) for (table, _), choice in zip(seen, choices, strict=True)
+        ),
+        energies=tuple(tuple(each.tolist()) for _, each in seen),
+    )
+    message.to_json()  # what cannot be sent must fail here, where it is reported to all ranks
+    return message
 
 
 def _errors_at(table: CandidateTable, choice: Int64s) -> tuple[float, ...]:

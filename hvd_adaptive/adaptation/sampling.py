@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,14 +18,17 @@ from hvd_adaptive.adaptation.candidates import (
     candidates_of,
     errors_of,
     sent_energies_of,
+    short_spec,
     sizes_of,
 )
+from hvd_adaptive.adaptation.sketch import NUMBERS, signed_sums
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.collectives import planned_link_bytes, scheme_for
-from hvd_adaptive.compressors import format_spec
+from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import CandidateTable, Measurement, Recipe, StepMeasurements
+from hvd_adaptive.planning.gradient_signals import GradientSignals
 from hvd_adaptive.rng import mix
 
 SKETCH = 1021
@@ -32,12 +37,53 @@ SAMPLES = 4
 """Steps of a period on which errors are measured; the first is soon after the last plan."""
 LEAST_APART = 4
 """Steps from one of them to the next at least: a short period would measure every step."""
+SIGNALS = 1 + 2 * NUMBERS
+"""What is kept of a sample for a planner that asks for signals: a mark, and sketches of the gradient
+and of what waits."""
 NEW_FACTORS, GAINS_EVERY = 10, 10
 """Gains are measured on the first steps of new factors, and then on every tenth step: they take a pass
 over all gradients, and change slowly."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Traits:
+    """What is fixed of a layer's candidates, for planners that ask for signals.
+
+    Args:
+        specs: their compressors, as text.
+        payloads: ``float64[C]``: bytes that one rank sends.
+        unbiased: ``bool[C]``.
+        densities: ``float64[C]``: share of the elements that is sent; of low rank, of the bytes.
+    """
+
+    specs: tuple[str, ...]
+    payloads: Float64s
+    unbiased: npt.NDArray[np.bool_]
+    densities: Float64s
+
+    @classmethod
+    def of(cls, layer: Layer, candidates: Sequence[Candidate]) -> Traits:
+        """Of these candidates."""
+        specs = {each: short_spec(each) for each in {row.compressor for row in candidates}}
+        densities = [
+            min(1.0, 1 / row.nominal_factor(layer)) if _withholds(row.compressor) else 1.0
+            for row in candidates
+        ]
+        return cls(
+            tuple(specs[row.compressor] for row in candidates),
+            np.array([float(row.payload_bytes(layer)) for row in candidates]),
+            np.array([not row.compressor.biased for row in candidates]),
+            np.array(densities),
+        )
+
+
+def _withholds(compressor: Compressor) -> bool:
+    """Whether it sends only part of the elements, or of the directions, in a step."""
+    linear = isinstance(compressor, LinearCompressor) and not isinstance(compressor, CastCompressor)
+    return compressor.selects or linear
+
+
+@dataclass
 class LayerSamples:
     """A layer that a planner decides on, and what was measured of it since the last plan.
 
@@ -49,13 +95,16 @@ class LayerSamples:
         link_bytes: ``float64[C]``: bytes of each candidate on this rank's link.
         dense_link_bytes: the same of the dense gradient.
         varying: indices of the candidates whose bytes depend on the data.
-        sums: over the samples: squared errors of the candidates, energy, bytes of those that vary.
+        sums: over the samples: squared errors of the candidates, energy, bytes of those that vary;
+            where the planner asks for signals then the share of elements that are not 0, and
+            :data:`SIGNALS` numbers for each of the last :data:`SAMPLES` samples.
         samples: how many gradients have been measured, or added up in ``total``.
         total: sum of the gradients, where they are accumulated; then nothing is in ``sums``.
         period: sum of all gradients since the last plan, where the planner asks for its norm.
         period_steps: how many these are.
         at_factors: compression factors, and the index of the candidate at each.
         ranks_per_node: how many ranks share a node.
+        signals: whether the planner asks for signals.
     """
 
     layer: Layer
@@ -73,6 +122,7 @@ class LayerSamples:
     period_steps: int = 0
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
     ranks_per_node: int = 1
+    signals: bool = False
 
     @classmethod
     def of(
@@ -84,6 +134,7 @@ class LayerSamples:
         ranks: int,
         ranks_per_node: int = 1,
         factors: Sequence[float] = (),
+        signals: bool = False,
     ) -> LayerSamples:
         """Nothing has been measured yet; ``factors`` as of :func:`candidates_of`."""
         candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])), factors)
@@ -92,10 +143,10 @@ class LayerSamples:
         sizes = np.array([row.link_bytes(layer, ranks, scheme, ranks_per_node) for row in candidates])
         dense = planned_link_bytes(layer.nbytes, scheme_for(PayloadKind.SUMMABLE), ranks)
         varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
-        sums = np.zeros(len(candidates) + 1 + len(varying))
+        sums = np.zeros(measured_numbers(candidates, signals))
         return cls(
             layer, own, scheme, candidates, default, sizes, dense, varying, sums,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=ranks_per_node, signals=signals,
         )  # fmt: skip
 
     def use_scheme(self, scheme: str, ranks: int) -> None:
@@ -110,13 +161,37 @@ class LayerSamples:
             )
 
     def sample(
-        self, grad: Tensor, x: Tensor, energy: float, states: Mapping[Compressor, CodecState]
+        self,
+        grad: Tensor,
+        x: Tensor,
+        energy: float,
+        states: Mapping[Compressor, CodecState],
+        step: int = 0,
+        slot: int = 0,
     ) -> None:
-        """Measure the errors of one gradient, and the bytes of what is compressed."""
+        """Measure the errors of one gradient, and the bytes of what is compressed.
+
+        Args:
+            grad: the gradient, 1-D float32.
+            x: what is compressed.
+            energy: squared L2 norm of the gradient.
+            states: what compressors have learned, by their ``state_key``.
+            step: number of the step.
+            slot: where its sketches are kept, the same on all ranks.
+        """
         errors = errors_of(grad, self.layer, self.candidates, states)
         varying = [self.candidates[index] for index in self.varying]
         sizes = sizes_of(x, self.layer, varying, states)
-        self.sums += np.concatenate([errors, [energy], sizes])
+        end = len(errors) + 1 + len(sizes)
+        self.sums[:end] += np.concatenate([errors, [energy], sizes])
+        if self.signals:
+            self.sums[end] += float(grad.count_nonzero()) / max(1, grad.numel())
+            mine = signed_sums(grad, self.layer.index, step)
+            waits = (
+                signed_sums(x - grad, self.layer.index, step) if x is not grad else np.zeros(NUMBERS)
+            )
+            start = end + 1 + slot * SIGNALS
+            self.sums[start : start + SIGNALS] = np.concatenate([[1.0], mine, waits])
         self.samples += 1
 
     def accumulate(self, grad: Tensor) -> None:
@@ -131,6 +206,9 @@ class LayerSamples:
             self.forget()
             self.sample(mean, mean, float(mean @ mean), states)
         measured = self.sums / max(1, self.samples)
+        if self.signals:  # of each slot's sample by itself, not of their sum
+            sketches = len(self.sums) - SAMPLES * SIGNALS
+            measured[sketches:] = self.sums[sketches:]
         self.forget()
         return measured
 
@@ -158,6 +236,33 @@ class LayerSamples:
     def forget(self) -> None:
         """Begin again."""
         self.sums, self.samples, self.total = np.zeros_like(self.sums), 0, None
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        """What is fixed of the candidates; looked up once."""
+        return Traits.of(self.layer, self.candidates)
+
+    def payloads(self, measured: Float64s) -> Float64s:
+        """Bytes that one rank sends with each candidate, as measured where they vary."""
+        found = self.traits.payloads.copy()
+        start = len(self.candidates) + 1
+        for index, payload in zip(self.varying, measured[start:], strict=False):
+            found[index] = payload or found[index]
+        return found
+
+    def sketched(self, measured: Float64s) -> tuple[float, float]:
+        """Squared norms of the mean gradient and of the mean residual, from means over the ranks.
+
+        Args:
+            measured: of all ranks, as of :meth:`take`.
+        """
+        slots = measured[-SAMPLES * SIGNALS :].reshape(SAMPLES, SIGNALS)
+        # a rank whose gradient was not finite in a sample has no mark there, and no share in its mean
+        found = [row[1:] / row[0] for row in slots if row[0] > 0]
+        if not found:
+            return 0.0, 0.0
+        gradient, waits = np.array(found)[:, :NUMBERS], np.array(found)[:, NUMBERS:]
+        return float((gradient**2).sum(1).mean()), float((waits**2).sum(1).mean())
 
     def measured_link_bytes(self, payloads: Float64s, ranks: int) -> Float64s:
         """``link_bytes``, with those that vary as they were measured, where they were."""
@@ -200,6 +305,17 @@ def sketch(x: Tensor, key: int) -> Float64s:
         wide = wide.view(-1, SKETCH).sum(0)
     found: Float64s = wide.numpy()
     return found
+
+
+def measured_numbers(candidates: Sequence[Candidate], signals: bool) -> int:
+    """How many numbers are measured of a layer: see :attr:`LayerSamples.sums`.
+
+    Args:
+        candidates: of the layer.
+        signals: whether the planner asks for signals.
+    """
+    varying = sum(each.compressor.size_varies for each in candidates)
+    return len(candidates) + 1 + varying + (1 + SAMPLES * SIGNALS if signals else 0)
 
 
 class Sampler:
@@ -248,7 +364,13 @@ class Sampler:
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
         varies = any(row.varying for row in self.rows.values())
-        return varies or bool(self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND})
+        asking = {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND, Measurement.SIGNALS}
+        return varies or bool(self._needs & asking)
+
+    @property
+    def signals(self) -> bool:
+        """Whether the planner asks for signals."""
+        return Measurement.SIGNALS in self._needs
 
     def samples(self, step: int) -> bool:
         """Whether this step's gradients count for the errors."""
@@ -317,7 +439,7 @@ class Sampler:
         if self.samples(step) and self._recipe.accumulate:
             row.accumulate(grad)
         elif self.samples(step):
-            row.sample(grad, x, energy, self._states)
+            row.sample(grad, x, energy, self._states, step, self.sampled % SAMPLES)
         if self._sums_periods:
             row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
@@ -403,8 +525,34 @@ class Sampler:
             count = len(row.candidates)
             errors.append(part[:count])
             energies[index] = part[count]
-            sizes.append(row.measured_link_bytes(part[count + 1 :], self._ranks))
+            payloads = part[count + 1 : count + 1 + len(row.varying)]
+            sizes.append(row.measured_link_bytes(payloads, self._ranks))
         return table_of_layers(rows, errors, sizes), energies
+
+    def signals_of(self, measured: Float64s) -> GradientSignals | None:
+        """What else a planner asks for; None where it does not.
+
+        Args:
+            measured: mean over the ranks of :meth:`take`.
+        """
+        rows = list(self.rows.values())
+        if not self.signals or not rows:
+            return None
+        ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
+        parts = np.split(measured, ends[:-1])
+        pairs = list(zip(rows, parts, strict=True))
+        sketched = np.array([row.sketched(part) for row, part in pairs])
+        return GradientSignals(
+            energy=np.array([part[len(row.candidates)] for row, part in pairs]),
+            mean_energy=sketched[:, 0],
+            residual=sketched[:, 1],
+            nonzero=np.array([part[-SAMPLES * SIGNALS - 1] for _, part in pairs]),
+            numel=np.array([row.layer.numel for row in rows], dtype=np.int64),
+            specs=tuple(row.traits.specs for row in rows),
+            payloads=tuple(row.payloads(part) for row, part in pairs),
+            unbiased=tuple(row.traits.unbiased for row in rows),
+            densities=tuple(row.traits.densities for row in rows),
+        )
 
     # --- state ------------------------------------------------------------------------------------
 

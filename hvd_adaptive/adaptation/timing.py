@@ -58,6 +58,13 @@ def local_measurements(
         return facts
     exposed = sum(timing.exposed for timing in timings)
     facts = replace(facts, compute_seconds=max(0.0, seconds - exposed))
+    if Measurement.SIGNALS in needs:
+        launches = np.full(1 + max(timing.bucket for timing in timings), -np.inf)
+        for timing in timings:
+            if timing.round == 0:
+                launches[timing.bucket] = timing.launched
+        launches = launches.max() - np.where(np.isfinite(launches), launches, launches.max())
+        facts = replace(facts, launches=launches)
     if Measurement.BUCKETS in needs:
         nbytes = np.zeros(1 + max(timing.bucket for timing in timings))
         for timing in timings:

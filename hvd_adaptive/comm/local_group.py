@@ -73,6 +73,7 @@ class LocalGroup:
     Args:
         size: number of ranks.
         topology: which of them share a virtual node; None gives each a node of its own.
+        link: what the network is assumed to cost; None is an Ethernet of 1 Gbit/s.
 
     Raises:
         ValueError: ``size`` is not positive, or the topology is of another number of ranks.
@@ -84,7 +85,10 @@ class LocalGroup:
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
 
-    def __init__(self, size: int, topology: Topology | None = None) -> None:
+    def __init__(
+        self, size: int, topology: Topology | None = None, link: LinkCosts | None = None
+    ) -> None:
+        self.link = link or LinkCosts.of_gigabit()
         if size < 1:
             raise ValueError(f"a group has at least one rank, got {size}")
         self.size = size
@@ -264,9 +268,9 @@ class LocalTransport(Transport):
         return False
 
     def link_costs(self, prefix: str) -> LinkCosts:
-        """Those of a usual network: memory is none."""
+        """Those that are assumed: memory is no network."""
         del prefix
-        return LinkCosts.of_gigabit()
+        return self._rank.group.link
 
     def submit(self, request: Request, name: str, step: int) -> Callable[[], Tensor]:
         """Start a collective."""

@@ -28,14 +28,20 @@ class FeedbackStates:
     """The feedback states of one optimizer on one rank.
 
     What was kept of a layer whose rule no longer keeps anything is *carried*: it is sent together with
-    the layer's next gradient.
+    the layer's next gradient, or in equal parts with several.
 
     Args:
         context: what the states may ask about the run.
+        release_steps: with how many gradients, from now on, what is carried is sent.
     """
 
-    def __init__(self, context: FeedbackContext) -> None:
+    def __init__(
+        self, context: FeedbackContext, release_steps: Callable[[], int] | None = None
+    ) -> None:
         self.context = context
+        self._release_steps = release_steps or (lambda: 1)
+        self._releases: dict[str, int] = {}
+        """With how many more gradients a layer's carried residual is sent."""
         self._states: dict[str, FeedbackState] = {}
         self._rules: dict[str, Feedback] = {}
         self._observing: tuple[str, ...] = ()
@@ -180,6 +186,7 @@ class FeedbackStates:
         residual = self._carried.pop(layer.name, {}).get(RESIDUAL)
         if residual is None:
             return
+        residual = self._released(layer.name, residual)
         self._sent_carried[layer.index] = layer.name, residual
         if layer.dtype != torch.float16:
             grad.add_(residual.view(layer.shape))
@@ -190,7 +197,26 @@ class FeedbackStates:
         rest = total - sent
         grad.copy_(sent)
         if bool(rest.count_nonzero()):
-            self._carried[layer.name] = {RESIDUAL: rest.view(-1)}
+            self._keep_carried(layer.name, rest.view(-1))
+
+    def _released(self, name: str, residual: Tensor) -> Tensor:
+        """The part that is sent now; the rest stays carried.
+
+        A residual holds many steps' gradients. Sent with one of them, it would be a step as long as all
+        of these together.
+        """
+        left = self._releases.pop(name, 0) or self._release_steps()
+        if left <= 1:
+            return residual
+        part = residual / left
+        self._releases[name] = left - 1
+        self._carried[name] = {RESIDUAL: residual - part}
+        return part
+
+    def _keep_carried(self, name: str, residual: Tensor) -> None:
+        """Carry it, with what is carried of the layer already."""
+        held = self._carried.setdefault(name, {}).setdefault(RESIDUAL, torch.zeros_like(residual))
+        held.add_(residual)
 
     def return_carried(self, result: Callable[[int], Tensor]) -> None:
         """Keep again what was sent with a gradient that was not finite on some rank.
@@ -200,7 +226,7 @@ class FeedbackStates:
         """
         for index, (name, residual) in self._sent_carried.items():
             if not all_finite(result(index)):
-                self._carried[name] = {RESIDUAL: residual}
+                self._keep_carried(name, residual)
         self._sent_carried.clear()
 
     def forget_step(self) -> None:

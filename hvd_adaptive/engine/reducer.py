@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +32,7 @@ from hvd_adaptive.engine.step_gradients import StepGradients
 from hvd_adaptive.feedback import FeedbackContext
 from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.planning import Plan
+from hvd_adaptive.planning.gradient_signals import release_steps
 
 
 class Reducer:
@@ -71,8 +73,9 @@ class Reducer:
         self._gradients = StepGradients(self._hooks)
         self._rates = LearningRates(self._hooks)
         context = FeedbackContext(self._rates.of, lambda: control.size, exchange.seed, exchange.rank)
-        self._feedback = FeedbackStates(context)
         self._progress = Progress(self._rates)
+        gradually = None if config.start is None else lambda: release_steps(self._progress.rounds)
+        self._feedback = FeedbackStates(context, gradually)
         self._arrivals: list[int] = []
         self._parameters_changed = False
         self.touched = False
@@ -94,8 +97,17 @@ class Reducer:
 
     @property
     def plan(self) -> Plan:
-        """What every layer does now."""
-        return self._layout.plan
+        """What every layer does now, and why."""
+        plan = self._layout.plan
+        return replace(plan, reasons=(*self._controller.reasons, *plan.reasons))
+
+    def report_loss(self, loss: float) -> None:
+        """The training loss of this step, which a planner may watch."""
+        self._controller.report_loss(loss)
+
+    def set_horizon(self, steps: int) -> None:
+        """How many steps the whole training run has, for planners that look ahead."""
+        self._controller.set_horizon(steps)
 
     @property
     def _controller(self) -> Controller:

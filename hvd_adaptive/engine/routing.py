@@ -72,6 +72,8 @@ def _assigned(config: CompressionConfig, layer: Layer, step: int) -> tuple[Compr
     """What the planner or, where it has not spoken, the user gives to a layer."""
     if layer.name not in config.planned:
         compressor = config.compressor_of(layer)
+        if config.start is not None and not isinstance(compressor, CastCompressor):
+            compressor = config.start
         return compressor, compressor.level_at(step)
     planned, level = config.planned[layer.name]
     # what a layer has kept is sent with its next gradient once it is dense

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,12 +11,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_adaptive import planning
+from hvd_adaptive.adaptation.automatic import expand
 from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, ReducerOptions, Spec
+from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.feedback import Feedback
@@ -32,6 +37,8 @@ class VirtualRanks:
 
     Memory: what feedback keeps, for each rank, and one gradient for each rank in a step.
 
+    A planner that foresees seconds (``auto``) works with the network that ``link`` names.
+
     Args:
         size: number of ranks.
         named_parameters: names of the model's parameters, the same objects as in its optimizer.
@@ -45,6 +52,8 @@ class VirtualRanks:
         op: ``hvd.Average`` or ``hvd.Sum``.
         seed: of random rounding and selection.
         ranks_per_node: how many ranks, one after the other, share a virtual node.
+        link: what the network is assumed to cost; None is an Ethernet of 1 Gbit/s.
+        compute_seconds: that forward and backward pass are assumed to take.
 
     Raises:
         ValueError: an argument is out of range, or a name is unknown.
@@ -75,22 +84,28 @@ class VirtualRanks:
         seed: int = 0,
         param_groups: Callable[[], list[dict[str, Any]]] = list,
         ranks_per_node: int = 1,
+        link: LinkCosts | None = None,
+        compute_seconds: float = 0.1,
     ) -> None:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
-        self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node))
+        self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link)
         self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
-        choice = CompressionConfig.of(compression, overrides, feedback, scheme)
+        auto = expand(compression, planner, candidates, scheme, DEFAULT_SCHEME, param_groups())
+        choice = replace(
+            CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme), start=auto.start
+        )
         options = ReducerOptions(
             dense_steps=dense_steps,
             bucket_cap_bytes=bucket_cap_mb * (1 << 20),
-            planner=None if planner is None else planning.parse(planner),
-            candidates=tuple(parse(spec) for spec in candidates),
+            planner=None if auto.planner is None else planning.parse(auto.planner),
+            candidates=tuple(parse(spec) for spec in auto.candidates),
         )
 
         def build(rank: LocalRank) -> _Member:
             # a rank's gradients need parameters of their own, which share the model's memory
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
             exchange = Exchange(rank.transport(op), Meter(), "local", seed, rank.rank)
+            control = rank.control("local.control")
             controller: Controller = NullController()
             if options.planner is not None:
                 controller = AdaptationController(
@@ -102,13 +117,32 @@ class VirtualRanks:
                     options.candidates,
                     exchange.codec_states.by_key,
                     exchange.transport.topology.ranks_per_node,
+                    self._costs(exchange, control, choice, options, compute_seconds),
                 )
-            control = rank.control("local.control")
             reducer = Reducer(own, choice, options, control, exchange, controller=controller)
             reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
             return _Member(own, reducer)
 
         self._members = self.group.run(build)
+
+    def _costs(
+        self,
+        exchange: Exchange,
+        control: Control,
+        choice: CompressionConfig,
+        options: ReducerOptions,
+        compute_seconds: float,
+    ) -> CostMeasurement:
+        """Of the compressors here, and of the network that is assumed."""
+        return CostMeasurement(
+            exchange.transport,
+            control,
+            "local.costs",
+            choice.scheme_texts,
+            options.bucket_cap_bytes,
+            self.group.link,
+            compute_seconds,
+        )
 
     def reduce(self, gradients: Sequence[Mapping[str, Tensor | None]]) -> None:
         """One step: reduce each rank's gradients, and leave the result in the model's ``grad``.
@@ -138,6 +172,16 @@ class VirtualRanks:
         for member in self._members:
             for _, parameter in member.parameters:
                 parameter.grad = None
+
+    def set_horizon(self, steps: int) -> None:
+        """How many steps the whole training run has."""
+        for member in self._members:
+            member.reducer.set_horizon(steps)
+
+    def report_loss(self, loss: float) -> None:
+        """The training loss of the next step."""
+        for member in self._members:
+            member.reducer.report_loss(loss)
 
     @property
     def plan(self) -> Plan:

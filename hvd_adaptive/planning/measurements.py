@@ -37,6 +37,8 @@ class Measurement(Enum):
     """``StepMeasurements.learning_rate`` every step."""
     TRANSFERS = "transfers"
     """``StepMeasurements.transfers`` and ``compute_seconds`` every step."""
+    SIGNALS = "signals"
+    """``PlanningInput.signals`` and ``costs`` in plans; ``compute_seconds`` and ``launches``."""
     BUCKETS = "buckets"
     """``bucket_bytes`` and ``sync_seconds`` every step, ``PlanningInput.buckets`` in plans."""
 
@@ -78,6 +80,10 @@ class StepMeasurements:
         transfers: its collectives, where it is known how long they took.
         bucket_bytes: ``float64[B]``: payload of each bucket.
         sync_seconds: from the start of its first collective to the end of the last.
+        launches: ``float64[B]``: seconds from each bucket's launch to the last one's; at least 0.
+        plan: how many plans had taken effect before it.
+        loss: of the training, where the user reports it.
+        horizon: steps of the whole training run, where that is known.
     """
 
     step: int
@@ -93,3 +99,7 @@ class StepMeasurements:
     transfers: Sequence[Transfer] = ()
     bucket_bytes: Float64s | None = None
     sync_seconds: float | None = None
+    launches: Float64s | None = None
+    plan: int = 0
+    loss: float | None = None
+    horizon: int | None = None

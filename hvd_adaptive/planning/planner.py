@@ -31,8 +31,10 @@ from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.allocators import Allocator
 from hvd_adaptive.planning.budgets import Budget
 from hvd_adaptive.planning.costs import OnlineCosts, random_plans
+from hvd_adaptive.planning.gradient_signals import GradientSignals
 from hvd_adaptive.planning.knapsack import Infeasible
 from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
+from hvd_adaptive.planning.step_time import StepCosts
 from hvd_adaptive.planning.table import DENSE, CandidateTable, Limits
 
 __all__ = ["Decision", "Planner", "PlanningInput", "Pricing"]
@@ -48,6 +50,8 @@ class PlanningInput:
         buckets: ``int64[L]``: bucket of each layer, in the order in which buckets are sent.
         other_bytes: that layers which are not in the table send, whatever is decided.
         own: tables of all ranks, whose mean is ``table``; only for ``PER_RANK_ERRORS``.
+        signals: norms of gradients and residuals, and the candidates' payloads; only for ``SIGNALS``.
+        costs: seconds of compressors and network; only for ``SIGNALS``.
     """
 
     step: int
@@ -55,6 +59,8 @@ class PlanningInput:
     buckets: Int64s | None = None
     other_bytes: float = 0.0
     own: tuple[CandidateTable, ...] = ()
+    signals: GradientSignals | None = None
+    costs: StepCosts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,11 +191,13 @@ class Planner:
         self._next = facts.step + self._period
         table, reasons = self._priced(facts)
         others = facts.other_bytes
+        self.budget.inform(facts)
         allowed = self.budget.allow(table)
         if allowed.reference is None:  # a bound on all that a step sends
             allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))
         levels, shortfall, why = self._allocate(table, allowed)
         own = self._own(facts, levels, allowed)
+        why += self.budget.chosen(levels)
         report = {
             "error": table.error(levels),
             "dense_bytes": table.bytes(table.all_dense()) + others,

@@ -19,12 +19,14 @@ from hvd_adaptive.planning.allocators import (
     Uniform,
 )
 from hvd_adaptive.planning.budgets import (
+    Accuracy,
     Bandwidth,
     BudgetOptions,
     CriticalRegimes,
     Static,
     Throughput,
 )
+from hvd_adaptive.planning.least_time import LeastTime
 from hvd_adaptive.planning.planner import Planner, Pricing
 
 
@@ -134,6 +136,23 @@ class CGX(Static, KMeans, Recipe):
     """
 
 
+@dataclass(frozen=True)
+class Auto(Accuracy, LeastTime, Recipe):
+    """``auto``: the least time within limits on delay and noise; dense where that is fastest.
+
+    Options: those of :class:`Accuracy` and :class:`Recipe`.
+    """
+
+    period: int = 100
+
+    def __post_init__(self) -> None:
+        if self.accumulate:
+            raise ValueError(
+                "auto: accumulate=true is not possible: residuals are looked at step by step"
+            )
+        super().__post_init__()
+
+
 REGISTRY: dict[str, type[Recipe]] = {
     "lgreco": LGreCo,
     "lgreco-time": LGreCoTime,
@@ -144,6 +163,7 @@ REGISTRY: dict[str, type[Recipe]] = {
     "accordion+lgreco": AccordionLGreCo,
     "gravac+lgreco": GraVACLGreCo,
     "cgx": CGX,
+    "auto": Auto,
 }
 """Recipes by name; add a row for one of your own."""
 

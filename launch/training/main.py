@@ -109,6 +109,8 @@ def run(options: TrainingOptions, vote: StopVote) -> int:
 
     batches = make_batches(options, task)
     schedule = make_schedule(options, batches.steps_per_epoch)
+    if options.distributed == "adaptive":
+        optimizer.set_horizon(schedule.steps)
     checkpoints = make_checkpoints(options, task, model, optimizer)
     start = find_start(options, checkpoints, batches.steps_per_epoch)
     introduce(options, task, model, schedule, threads)
@@ -396,6 +398,8 @@ def finish(run: TrainingRun, end: End, score: Score) -> None:
     dense_bytes = sum(each.numel() * each.element_size() for each in gradients)
     placement = metered.placement if metered is not None else None
     say("\n" + table(costs, dense_bytes, samples_per_step(run), end.train_loss, score, placement))
+    for reason in run.optimizer.plan.reasons if metered else ():
+        say(reason)
     if run.options.result is not None and hvd.rank() == 0:
         last = Evaluation(end.position.step, math.fsum(end.clock.seconds), score)
         run_and_costs = result.describe(run.options, hvd.size(), dense_bytes, costs)

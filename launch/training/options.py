@@ -17,6 +17,7 @@ from typing import Any
 
 from hvd_adaptive import feedback
 from hvd_adaptive import planning as planners
+from hvd_adaptive.adaptation import automatic
 from hvd_adaptive.collectives import check_scheme
 from hvd_adaptive.compressors import REGISTRY
 from hvd_adaptive.compressors import parse as parse_compression
@@ -171,7 +172,10 @@ def override(text: str) -> tuple[str, str]:
 
 def compression(text: str) -> str:
     try:
-        parse_compression(text)
+        if text.partition(":")[0] == automatic.NAME:
+            planners.parse(text)
+        else:
+            parse_compression(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -415,7 +419,8 @@ def _check(options: TrainingOptions) -> None:
         raise ValueError("--bucket-cap-mb and --gradient-predivide-factor must be more than 0")
     if options.distributed == "horovod":
         _check_horovod(options)
-    if options.candidates and not options.planner:
+    is_auto = options.compression.partition(":")[0] == automatic.NAME
+    if options.candidates and not (options.planner or is_auto):
         raise ValueError("--candidate needs a --planner that chooses")
     if options.checkpoint_dir is None and (options.checkpoint_every or options.resume != "never"):
         raise ValueError("--checkpoint-every and --resume need --checkpoint-dir")

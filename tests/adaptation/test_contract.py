@@ -13,6 +13,7 @@ from tests.adaptation.helpers import LAYERS, controllers, gradient
 
 MEMBERS: dict[str, Callable[[], Controller]] = {
     "adaptation": lambda: controllers("lgreco:period=8")[0],
+    "signals": lambda: controllers("auto:period=8")[0],
     "exact": lambda: controllers("gravac:window=6,exact=true")[0],
     "null": NullController,
 }

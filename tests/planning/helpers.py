@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ from hvd_adaptive.planning import (
     REGISTRY,
     CandidateTable,
     Decision,
+    Measurement,
     Planner,
     PlanningInput,
     StepMeasurements,
     Transfer,
 )
+from hvd_adaptive.planning.gradient_signals import GradientSignals
+from hvd_adaptive.planning.step_time import CompressorCosts, SchemeCosts, StepCosts
 
 RECIPES = {name: name + (":seconds=0.5,warmup=2" if "kimad" in name else "") for name in REGISTRY}
 BITS = (8, 6, 4, 3, 2)
@@ -91,6 +95,46 @@ def step_facts(
         transfers=[Transfer(1e4 * (1 + part), 1e-3 + 1e-7 * 1e4 * (1 + part)) for part in range(3)],
         bucket_bytes=rng.uniform(1e3, 1e5, 3),
         sync_seconds=float(rng.uniform(0.1, 0.2)),
+        launches=np.sort(rng.uniform(0, 0.05, 3))[::-1].copy(),
+        plan=planner.budget.plans,
+    )
+
+
+def costs_of(
+    mbit: float = 100.0, ranks: int = 4, compressors: tuple[str, ...] = ("topk", "qsgd"), **changed: Any
+) -> StepCosts:
+    """Of dense gradients, summed, and of compressors whose payloads are gathered."""
+    byte = 8e-6 / mbit
+    summed = SchemeCosts("allreduce", 4e-4, 2 * (ranks - 1) / ranks * byte)
+    gathered = (
+        SchemeCosts("allgather", 2e-4, (ranks - 1) * byte, 1e-10, ranks * 1e-10),
+        SchemeCosts("two_shot", 4e-4, 2 * (ranks - 1) / ranks * byte, 1e-9, 2e-10),
+    )
+    rows = {spec: CompressorCosts(spec, 0.0, (summed,), True) for spec in ("fp16", "none")}
+    rows |= {spec: CompressorCosts("encoded", 1e-9, gathered) for spec in compressors}
+    return StepCosts(rows, ranks, **changed)
+
+
+def with_signals(step: int, table: CandidateTable) -> PlanningInput:
+    """Everything that any planner asks for; the first candidate of each layer counts as dense."""
+    energy = np.array([10 * row.max() for row in table.errors])
+    counts = [len(row) for row in table.sizes]
+    signals = GradientSignals(
+        energy=energy,
+        mean_energy=energy / 2,
+        residual=np.zeros(len(counts)),
+        nonzero=np.ones(len(counts)),
+        numel=(table.dense / 4).astype(np.int64),
+        specs=tuple(("none", *["topk"] * (count - 1)) for count in counts),
+        payloads=table.sizes,
+        unbiased=tuple(np.arange(count) == 0 for count in counts),
+        densities=tuple(1 / np.maximum(row, 1.0) for row in table.factors),
+    )
+    # its errors are those of half precision
+    errors = tuple(np.where(np.arange(len(row)) == 0, 0.0, row) for row in table.errors)
+    buckets = BUCKETS[: len(counts)]
+    return PlanningInput(
+        step, replace(table, errors=errors), buckets, signals=signals, costs=costs_of()
     )
 
 
@@ -100,6 +144,10 @@ def drive(planner: Planner, steps: range, factor: float = 1.0) -> list[Decision]
     for step in steps:
         planner.observe(step_facts(planner, np.random.default_rng([0, step]), step, factor))
         if planner.due(step):
-            found.append(planner.plan(PlanningInput(step, model_table(step // 50), BUCKETS)))
+            table = model_table(step // 50)
+            asks = Measurement.SIGNALS in planner.needs
+            found.append(
+                planner.plan(with_signals(step, table) if asks else PlanningInput(step, table, BUCKETS))
+            )
             factor = found[-1].factor
     return found

@@ -21,6 +21,7 @@ from hvd_adaptive.planning.allocators import (
     Uniform,
 )
 from hvd_adaptive.planning.budgets import (
+    Accuracy,
     Bandwidth,
     Budget,
     BudgetOptions,
@@ -39,6 +40,7 @@ from tests.planning.helpers import (
     quantizer_table,
     top_k_table,
     transfers_at,
+    with_signals,
 )
 
 ALLOCATORS = (
@@ -53,6 +55,7 @@ BUDGETS: list[BudgetOptions] = [
     Bandwidth(seconds=0.5, warmup=3),
     Throughput(window=4, policy="geometric"),
     CriticalRegimes(),
+    Accuracy(),
 ]
 
 
@@ -128,7 +131,9 @@ def test_a_budget_continues_from_its_state(options: BudgetOptions, cut: int) -> 
             budget.observe(random_facts(budget, rng, step))
             found.append((budget.urgent, budget.factor, budget.ready))
             if budget.ready and step % 3 == 0:
-                allowed = budget.allow(top_k_table())
+                facts = with_signals(step, top_k_table())
+                budget.inform(facts)
+                allowed = budget.allow(facts.table)
                 found.append((allowed.max_error, allowed.max_bytes, budget.report()))
         seen.append(found)
     assert seen[0] == seen[1]

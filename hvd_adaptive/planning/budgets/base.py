@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
 from hvd_adaptive.planning.table import CandidateTable, Limits
+
+if TYPE_CHECKING:
+    from hvd_adaptive.planning.planner import PlanningInput
 
 __all__ = ["Budget", "BudgetOptions"]
 
@@ -49,6 +52,11 @@ class Budget(ABC):
         return True
 
     @property
+    def plans(self) -> int:
+        """How many plans it has been told of, where it watches each (``StepMeasurements.plan``)."""
+        return 0
+
+    @property
     def urgent(self) -> bool:
         """Whether it would grant something else than last time, so that a plan is due at once."""
         return False
@@ -67,9 +75,18 @@ class Budget(ABC):
         """Learn from a step; what is missing in ``facts`` is skipped. Cost: O(layers) at most."""
         del facts
 
+    def inform(self, facts: PlanningInput) -> None:
+        """What is known when a plan is made, before :meth:`allow` is asked."""
+        del facts
+
     @abstractmethod
     def allow(self, table: CandidateTable) -> Limits:
         """What may be lost or sent from now on."""
+
+    def chosen(self, levels: Int64s) -> tuple[str, ...]:
+        """Learn what was decided within the last limits; what there is to say about it, in words."""
+        del levels
+        return ()
 
     def seconds(self, nbytes: float) -> float | None:
         """Expected seconds of a step that sends this many bytes; None where that is not known."""

@@ -1,0 +1,552 @@
+"""The budget of ``auto``: limits on delay and noise, and what a step takes here."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
+from hvd_adaptive.planning.budgets.loss_guard import LossGuard
+from hvd_adaptive.planning.explanation import explain
+from hvd_adaptive.planning.gradient_signals import (
+    METRICS,
+    GradientSignals,
+    metric_weights,
+    noise_of,
+    release_steps,
+    withheld_steps,
+)
+from hvd_adaptive.planning.least_time import Contender, TimeLimits
+from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
+from hvd_adaptive.planning.step_time import StepCosts, StepModel, calibrated, spread
+from hvd_adaptive.planning.table import CandidateTable, Limits
+
+if TYPE_CHECKING:
+    from hvd_adaptive.planning.planner import PlanningInput
+
+__all__ = ["PRESETS", "Accuracy", "AutoBudget"]
+
+PRESETS = {"strict": (0.02, 0.05), "balanced": (0.05, 0.2), "fast": (0.1, 0.5)}
+"""Largest delay and largest noise, by name."""
+
+
+@dataclass(frozen=True)
+class Accuracy(BudgetOptions):
+    """The least time within two limits: how much of training waits, and how much noise is added.
+
+    *Delay*, of compressors with error feedback: a layer that sends a share ``d`` of its elements holds
+    ``W = k / d`` steps of its gradient; ``k`` is 1 until it has been observed (see
+    :mod:`hvd_adaptive.planning.gradient_signals`). With ``w`` a layer's share of all gradients' energy,
+    ``sum w W**2`` is kept within ``(delay * t)**2`` at step ``t``: no more than this share of the steps
+    so far waits. Where the end ``T`` is known, it also is within a quarter of the steps that are left,
+    so that what waits is sent before the learning rate reaches 0.
+
+    *Noise*, of unbiased compressors: the variance that they add is within ``noise`` of the variance
+    that the ranks' gradients have by themselves.
+
+    No layer may exceed :data:`LAYER_CAP` times either limit by itself, and none whose gradient is
+    sparse may send fewer elements than arrive in a step: its residual would fill up.
+
+    Training starts dense. The first plan comes after some timed steps, the next ones every period and
+    whenever the allowed delay has changed much. What a plan foresees is compared with its steps; two
+    windows of steps in a row that are off by 15 % have the network measured again.
+
+    Args:
+        accuracy: ``strict``, ``balanced`` or ``fast``, which set both limits.
+        delay: limit in the place of the preset's, below 1; 0 takes the preset's.
+        noise: likewise.
+        total_steps: of the training run; 0 where that is not known, or is reported later.
+        metric: what counts across layers: ``l2``, or ``relative`` to each layer's mean square; or
+            ``optimizer``: relative where the optimizer divides by it, as Adam does.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    accuracy: str = "balanced"
+    delay: float = 0.0
+    noise: float = 0.0
+    total_steps: int = 0
+    metric: str = "optimizer"
+
+    def __post_init__(self) -> None:
+        if self.accuracy not in PRESETS:
+            raise ValueError(f"accuracy={self.accuracy!r} is not one of {', '.join(PRESETS)}")
+        if not (0 <= self.delay < 1 and 0 <= self.noise < math.inf and self.total_steps >= 0):
+            raise ValueError(
+                f"delay={self.delay:g} must lie in [0, 1), noise={self.noise:g} and "
+                f"total_steps={self.total_steps} must be at least 0"
+            )
+        if self.metric not in METRICS:
+            raise ValueError(f"metric={self.metric!r} is not one of {', '.join(METRICS)}")
+        super().__post_init__()
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Delay and noise."""
+        delay, noise = PRESETS[self.accuracy]
+        return self.delay or delay, self.noise or noise
+
+    def budget(self, ranks: int = 1) -> Budget:
+        """Starts dense."""
+        return AutoBudget(self, ranks)
+
+
+LAYER_CAP = 4.0
+"""A layer by itself may have so many times the steps withheld, and the relative noise, of all."""
+TIMED_STEPS = 10
+"""Dense steps that are timed before the first plan."""
+DRAIN = 0.25
+"""Share of the steps that are left by which the delay is bounded near the end."""
+LAST_STEPS = 20
+"""Steps before the end at which nothing is to wait any more, without those of its release."""
+LEAST_GAP, MOST_GAP = 50, 1600
+"""Steps between measurements of the network where forecasts stay wrong: doubled each time."""
+LEAST_APART = 10
+"""Steps between two plans at least, unless something went wrong."""
+SPARSE = 0.5
+"""A gradient with fewer elements that are not 0 counts as sparse."""
+MOST_ROUNDING = 1e-4
+"""Relative squared error from which half precision is no dense gradient any more: it has underflown."""
+CORRECTIONS = (0.5, 3.0)
+FADING = 0.9
+"""What a correction loses with every plan that does not compress: so compression is tried again."""
+
+
+@dataclass(slots=True)
+class _Dense:
+    """What dense steps take: the base of every forecast.
+
+    Args:
+        seconds: of the last steps.
+        computing: of the same steps, without exposed communication.
+        launches: seconds from each bucket's launch to the last one's, of the same steps.
+    """
+
+    seconds: deque[float]
+    computing: deque[float]
+    launches: deque[list[float]]
+
+    @classmethod
+    def empty(cls) -> _Dense:
+        return cls(deque(maxlen=30), deque(maxlen=30), deque(maxlen=30))
+
+    def add(self, facts: StepMeasurements) -> None:
+        if facts.seconds is None or facts.compute_seconds is None:
+            return
+        self.seconds.append(float(facts.seconds))
+        self.computing.append(float(facts.compute_seconds))
+        if facts.launches is not None:
+            launches = [float(each) for each in facts.launches]
+            if self.launches and len(self.launches[-1]) != len(launches):
+                self.launches.clear()
+            self.launches.append(launches)
+
+    def keep_last(self, count: int) -> None:
+        for each in (self.seconds, self.computing, self.launches):
+            while len(each) > count:
+                each.popleft()
+
+
+class AutoBudget(Budget):
+    """See :class:`Accuracy`."""
+
+    needs = frozenset({Measurement.SIGNALS, Measurement.ERRORS})
+
+    def __init__(self, options: Accuracy, ranks: int) -> None:
+        self._options, self._ranks = options, ranks
+        self._horizon = options.total_steps
+        self._step = 0
+        self._dense = _Dense.empty()
+        self._score, self._guard = ForecastScore(), LossGuard()
+        self._score.begin(None)
+        # the plan in force
+        self._plans = 0
+        self._compresses = False
+        self._levels: Int64s | None = None
+        self._since: Int64s | None = None
+        self._planned_step = 0
+        self._planned_delay = 0.0
+        # what was learned
+        self._factors: Float64s | None = None
+        self._ready: Float64s | None = None
+        self._order: Int64s | None = None
+        self._compute, self._network = 0.0, 1.0
+        self._correction, self._caution = 1.0, 1.0
+        # what is to be done next
+        self._remeasure = self._measured = self._slower = False
+        self._measured_step, self._measure_gap = 0, LEAST_GAP
+        # of the plan that is being made
+        self._facts: PlanningInput | None = None
+        self._limits: TimeLimits | None = None
+        self._report: dict[str, float] = {}
+        self._notes: list[str] = []
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """After some timed dense steps."""
+        return self._plans > 0 or len(self._dense.seconds) >= TIMED_STEPS
+
+    @property
+    def plans(self) -> int:
+        """How many there have been."""
+        return self._plans
+
+    @property
+    def urgent(self) -> bool:
+        """Whether something went wrong, or the allowed delay is another one by now."""
+        if self._remeasure or self._measured or self._slower or self._guard.verdict:
+            return True
+        if self._guard.wants_dense and self._compresses:
+            return True
+        if self._step < self._planned_step + LEAST_APART:
+            return False
+        now, then = self._allowed_delay(self._step), self._planned_delay
+        return now > 2 * max(then, 0.5) or (self._compresses and now < then / 1.5)
+
+    def observe(self, facts: StepMeasurements) -> None:
+        """Times of the plan in force, and the loss where there is one."""
+        self._step = facts.step
+        if facts.horizon is not None:
+            self._horizon = int(facts.horizon)
+        if facts.plan != self._plans:
+            return
+        if facts.loss is not None:
+            self._guard.observe(float(facts.loss), not self._compresses)
+        if facts.seconds is None:
+            return
+        if self._score.settled and not self._compresses:
+            self._dense.add(facts)
+        if self._score.observe(float(facts.seconds)):
+            self._judge()
+
+    def _judge(self) -> None:
+        """A window of steps is complete."""
+        score = self._score
+        if score.expected is None or score.median is None:
+            return
+        if not score.misses:
+            self._measure_gap = LEAST_GAP
+        if score.misses >= 2 and self._may_measure(self._step):
+            self._remeasure = True
+            self._dense.keep_last(score.window)
+        if not self._compresses:
+            return
+        usual = float(np.median(self._dense.seconds)) if self._dense.seconds else math.inf
+        if score.windows >= 2 and score.median > usual and not self._remeasure:
+            self._slower = True
+            self._notes = [f"a step took {_ms(score.median)}, dense steps {_ms(usual)}"]
+
+    # --- granting ---------------------------------------------------------------------------------
+
+    def _may_measure(self, step: int) -> bool:
+        """Not again and again where measuring does not help."""
+        return step >= self._measured_step + self._measure_gap
+
+    def inform(self, facts: PlanningInput) -> None:
+        """Keep what :meth:`allow` works with."""
+        self._facts = facts
+
+    def allow(self, table: CandidateTable) -> Limits:
+        """Rows of delay and noise for all candidates, and a model of a step's seconds.
+
+        Raises:
+            ValueError: no signals or costs have been handed in.
+        """
+        facts = self._facts
+        if facts is None or facts.signals is None or facts.costs is None:
+            raise ValueError("auto needs PlanningInput(..., signals=..., costs=...)")
+        signals, costs = facts.signals, facts.costs
+        score = self._score
+        if score.misses and self._may_measure(facts.step):
+            self._remeasure = True  # a plan that was due anyway must not hide it
+        if self._remeasure and score.median is not None and score.expected is not None:
+            self._notes = [
+                f"a step took {_ms(score.median)}, {_ms(score.expected)} were foreseen: off by more "
+                f"than {100 * TOLERANCE:.0f} %, so the network is measured again"
+            ]
+        if self._guard.blames:
+            self._caution *= 0.5
+        verdict = self._guard.take_verdict()
+        if verdict:
+            self._notes.append(verdict)
+        if self._levels is not None and len(self._levels) != len(table.names):
+            self._levels = self._since = self._factors = self._ready = self._order = None
+        delays, noises, bounds = self._rows(table, signals, costs, facts.step)
+        limits = TimeLimits(
+            model=self._model(facts, signals, costs),
+            delays=delays,
+            noises=noises,
+            max_delay=bounds[0],
+            max_noise=bounds[1],
+            correction=self._correction,
+            only_dense=self._guard.wants_dense,
+            reference=np.zeros(len(table.names), np.int64),
+        )
+        current = self._current(limits)
+        if not costs.assumed:
+            limits = self._calibrated(limits, current)
+        keep = current.choice if self._remeasure else None
+        self._limits = replace(limits, keep=keep, reference=limits.of(current.choice).choice)
+        return self._limits
+
+    def _current(self, limits: TimeLimits) -> Contender:
+        """What is done now; before the first plan half precision, as far as that will do."""
+        if self._levels is not None:
+            return limits.of(self._levels)
+        found = limits.denses()
+        return next((each for each in found if each.name.startswith("fp16")), found[0])
+
+    def _allowed_delay(self, step: int) -> float:
+        """Steps of training that may wait."""
+        allowed = self._options.limits[0] * step
+        if step < self._horizon:
+            left = self._horizon - step - LAST_STEPS - release_steps(step)
+            allowed = min(allowed, DRAIN * max(0, left))
+        return self._caution * allowed
+
+    def _rows(
+        self, table: CandidateTable, signals: GradientSignals, costs: StepCosts, step: int
+    ) -> tuple[tuple[Float64s, ...], tuple[Float64s, ...], tuple[float, float]]:
+        """Weighted delays and noises of all candidates, and their limits."""
+        weights = metric_weights(self._options.metric, signals)
+        signal, noise = noise_of(signals.energy, signals.mean_energy, self._ranks)
+        mean = signal + noise / self._ranks
+        factors = self._observed_factors(signals, signal, noise / self._ranks, step)
+        allowed = self._allowed_delay(step)
+        share = self._caution * self._options.limits[1]
+        all_mean = max(float((weights * mean).sum()), 1e-300)
+        delays, noises = [], []
+        for layer, errors in enumerate(table.errors):
+            dense = np.array([costs.compressors[spec].dense for spec in signals.specs[layer]])
+            unbiased = signals.unbiased[layer] & ~dense
+            withheld = factors[layer] * _withheld(signals, layer, errors)
+            delay = weights[layer] * mean[layer] / all_mean * withheld**2
+            added = weights[layer] * errors
+            energy = signals.energy[layer]
+            with np.errstate(invalid="ignore"):
+                refused = withheld > LAYER_CAP * allowed
+                refused |= _fills_up(signals, layer)
+                loud = errors > LAYER_CAP * share * noise[layer]
+            rounded = errors > MOST_ROUNDING * energy
+            nothing = not energy > 0  # of what was never seen nobody knows what it would lose
+            delays.append(np.where(dense | unbiased, 0.0, np.where(refused | nothing, np.inf, delay)))
+            noises.append(
+                np.where(
+                    dense,
+                    np.where(rounded, np.inf, 0.0),
+                    np.where(unbiased, np.where(loud | nothing, np.inf, added), 0.0),
+                )
+            )
+        return tuple(delays), tuple(noises), (allowed**2, share * float((weights * noise).sum()))
+
+    def _observed_factors(
+        self, signals: GradientSignals, signal: Float64s, noise: Float64s, step: int
+    ) -> Float64s:
+        """``k`` of each layer: steps withheld, times the density at which they are.
+
+        A residual that is still filling up shows too few, so an observation that is below what is
+        known counts once a layer has been compressed for as long as one filling takes.
+        """
+        count = len(signals.energy)
+        if self._factors is None:
+            self._factors = np.ones(count)
+        if self._levels is None or self._since is None:
+            return self._factors
+        seen = withheld_steps(signals.residual, signal, noise)
+        for layer, index in enumerate(self._levels.tolist()):
+            density = float(signals.densities[layer][index])
+            if self._since[layer] < 0 or not 0 < density < 1:
+                continue
+            found = float(np.clip(seen[layer] * density, 0.05, 4.0))
+            filled = step - self._since[layer] >= 1 / density
+            if found > self._factors[layer] or filled:
+                self._factors[layer] = 0.5 * (self._factors[layer] + found)
+        return self._factors
+
+    # --- seconds ----------------------------------------------------------------------------------
+
+    def _model(self, facts: PlanningInput, signals: GradientSignals, costs: StepCosts) -> StepModel:
+        """Of a step; when gradients arrive is known from dense steps."""
+        count = len(signals.energy)
+        buckets = facts.buckets if facts.buckets is not None else np.zeros(count, np.int64)
+        compute = costs.compute_seconds if costs.assumed else self._compute
+        if self._order is None or self._ready is None or not self._compresses:
+            # within a bucket, the last layers come first
+            self._order = np.lexsort((-np.arange(count), buckets)).astype(np.int64)
+            computing = np.median(self._dense.computing) if self._dense.computing else 0.0
+            seconds = float(compute or 0.0) if costs.assumed else float(computing)
+            self._ready = spread(seconds, signals.numel, self._order)
+            launches = list(self._dense.launches)
+            if launches and not costs.assumed and len(launches[0]) > int(buckets.max(initial=0)):
+                self._ready = -np.median(np.array(launches), axis=0)[buckets]
+        return StepModel(
+            costs,
+            float(compute or 0.0),
+            self._ready,
+            self._order,
+            signals.numel,
+            signals.specs,
+            signals.payloads,
+            self._network,
+        )
+
+    def _calibrated(self, limits: TimeLimits, current: Contender) -> TimeLimits:
+        """With the seconds that steps have taken: dense ones as they were, others in proportion."""
+        if not self._compresses and self._dense.seconds:
+            seconds, computing = (
+                float(np.median(each)) for each in (self._dense.seconds, self._dense.computing)
+            )
+            model = calibrated(limits.model, current.choice, seconds, computing)
+            self._compute, self._network = model.compute, model.network
+            self._correction = 1.0 + FADING * (self._correction - 1.0)
+            return replace(limits, model=model, correction=self._correction)
+        # at other times a forecast that is off must show
+        if self._compresses and self._score.median is not None and (self._measured or self._slower):
+            ratio = self._score.median / max(current.parts.total, 1e-9)
+            self._correction = float(np.clip(ratio, *CORRECTIONS))
+        return replace(limits, correction=self._correction)
+
+    # --- afterwards -------------------------------------------------------------------------------
+
+    def chosen(self, levels: Int64s) -> tuple[str, ...]:
+        """Begin to watch the plan, and say why it is the one."""
+        limits, facts = self._limits, self._facts
+        assert limits is not None, "limits come first"
+        assert facts is not None, "limits come first"
+        chosen = limits.of(levels)
+        asks, self._measured = self._remeasure, self._remeasure
+        self._remeasure = self._slower = False
+        if asks:
+            self._measured_step = facts.step
+            self._measure_gap = min(2 * self._measure_gap, MOST_GAP)
+        delay, noise = limits.weighed(levels)
+        step = max(1, facts.step)
+        self._report = {
+            "seconds": chosen.seconds,
+            "exposed_seconds": chosen.parts.exposed,
+            "delay": math.sqrt(delay) / step,
+            "max_delay": math.sqrt(limits.max_delay) / step,
+            "noise": noise / max(limits.max_noise, 1e-300) * self._caution * self._options.limits[1],
+            "max_noise": self._caution * self._options.limits[1],
+            "network_factor": self._network,
+            "correction": self._correction,
+            "measure_again": float(asks),
+        }
+        words = [*self._notes]
+        self._notes = []
+        if not asks:
+            self._report["dense_seconds"] = limits.dense.seconds
+            words += explain(limits, chosen, self._report, self._options.accuracy)
+        self._take(levels, limits, chosen, facts.step)
+        return tuple(words)
+
+    def _take(self, levels: Int64s, limits: TimeLimits, chosen: Contender, step: int) -> None:
+        """The plan is in force from now on, or soon."""
+        biased = np.array([row[index] > 0 for row, index in zip(limits.delays, levels, strict=True)])
+        before = np.full(len(levels), -1) if self._since is None else self._since
+        self._since = np.where(biased, np.where(before >= 0, before, step), -1).astype(np.int64)
+        self._levels, self._compresses = levels.copy(), not chosen.dense
+        self._plans += 1
+        self._planned_step, self._planned_delay = step, self._allowed_delay(step)
+        self._score.begin(None if limits.model.costs.assumed else chosen.seconds)
+
+    def report(self) -> dict[str, float]:
+        """Seconds, delay and noise of the last plan, and their limits."""
+        return dict(self._report)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Times, the plan in force, and what its steps have shown."""
+        return {
+            "step": self._step,
+            "horizon": self._horizon,
+            "seconds": list(self._dense.seconds),
+            "computing": list(self._dense.computing),
+            "launches": list(self._dense.launches),
+            "score": self._score.state_dict(),
+            "guard": self._guard.state_dict(),
+            "plans": self._plans,
+            "compresses": self._compresses,
+            "levels": None if self._levels is None else self._levels.tolist(),
+            # counts from 0 on: 0 is not compressed
+            "since": None if self._since is None else (self._since + 1).tolist(),
+            "planned_step": self._planned_step,
+            "planned_delay": self._planned_delay,
+            "factors": None if self._factors is None else self._factors.tolist(),
+            "ready": None if self._ready is None else self._ready.tolist(),
+            "order": None if self._order is None else self._order.tolist(),
+            "compute": self._compute,
+            "network": self._network,
+            "correction": self._correction,
+            "caution": self._caution,
+            "remeasure": self._remeasure,
+            "measured": self._measured,
+            "slower": self._slower,
+            "measured_step": self._measured_step,
+            "measure_gap": self._measure_gap,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; notes that nobody has read yet are not kept."""
+        self._step, self._horizon = int(state["step"]), int(state["horizon"])
+        self._dense = _Dense.empty()
+        self._dense.seconds.extend(float(each) for each in state["seconds"])
+        self._dense.computing.extend(float(each) for each in state["computing"])
+        self._dense.launches.extend([float(each) for each in row] for row in state["launches"])
+        self._score.load_state_dict(state["score"])
+        self._guard.load_state_dict(state["guard"])
+        self._plans, self._compresses = int(state["plans"]), bool(state["compresses"])
+        self._levels, self._since = _int64s(state["levels"]), _int64s(state["since"])
+        self._since = None if self._since is None else self._since - 1
+        self._planned_step = int(state["planned_step"])
+        self._planned_delay = float(state["planned_delay"])
+        self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
+        self._order = _int64s(state["order"])
+        self._compute, self._network = float(state["compute"]), float(state["network"])
+        self._correction, self._caution = float(state["correction"]), float(state["caution"])
+        self._remeasure, self._measured = bool(state["remeasure"]), bool(state["measured"])
+        self._slower, self._measured_step = bool(state["slower"]), int(state["measured_step"])
+        self._measure_gap = int(state["measure_gap"])
+
+
+def _withheld(signals: GradientSignals, layer: int, errors: Float64s) -> Float64s:
+    """Steps that each candidate of a layer withholds, before anything was observed.
+
+    One over the density where elements are selected; where all are sent, one over the share of the
+    energy that is sent, of which the rest waits one step more, and so on.
+    """
+    density, energy = signals.densities[layer], float(signals.energy[layer])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        faithful = energy / np.maximum(energy - errors, 0.0)
+        selecting = np.where(errors <= 1e-6 * energy, 0.0, 1 / density)
+    found = np.where(density < 1, selecting, faithful)
+    return np.where(np.isfinite(found), found, np.inf)
+
+
+def _fills_up(signals: GradientSignals, layer: int) -> Any:
+    """Which candidates send fewer elements of a sparse gradient than arrive in a step."""
+    density, nonzero = signals.densities[layer], float(signals.nonzero[layer])
+    return (density < 1) & (density < nonzero) & (nonzero < SPARSE)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _int64s(values: Any) -> Int64s | None:
+    return None if values is None else np.array(values, dtype=np.int64)
+
+
+def _float64s(values: Any) -> Float64s | None:
+    return None if values is None else np.array(values, dtype=np.float64)

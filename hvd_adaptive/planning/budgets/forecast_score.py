@@ -1,0 +1,88 @@
+"""How right a plan's forecast is: medians of short windows of steps against the seconds foreseen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["ForecastScore"]
+
+TOLERANCE = 0.15
+"""Relative difference that still counts as right."""
+SETTLING = 5
+"""Steps after a switch that do not count: buffers are made, and caches filled."""
+
+
+@dataclass(slots=True)
+class ForecastScore:
+    """Scores the plan in force.
+
+    Args:
+        window: steps whose median is one score; an evaluation between two steps is then no matter.
+
+    Example:
+        >>> score = ForecastScore()
+        >>> score.begin(0.1)
+        >>> for _ in range(25):
+        ...     _ = score.observe(0.15)
+        >>> score.misses, score.median
+        (2, 0.15)
+    """
+
+    window: int = 10
+    expected: float | None = None
+    """Seconds of a step that are foreseen."""
+    misses: int = 0
+    """Windows in a row that missed the forecast by more than :data:`TOLERANCE`."""
+    median: float | None = None
+    """Of the last window."""
+    windows: int = 0
+    """How many there have been under this plan."""
+    _settling: int = 0
+    _seconds: list[float] = field(default_factory=list)
+
+    def begin(self, expected: float | None, settling: int = SETTLING) -> None:
+        """Another plan takes effect; ``expected`` is None where its seconds are not foreseen."""
+        self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
+        self._settling, self._seconds = settling, []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next step counts."""
+        return not self._settling
+
+    def observe(self, seconds: float) -> bool:
+        """One step; whether it completes a window."""
+        if self._settling:
+            self._settling -= 1
+            return False
+        self._seconds.append(seconds)
+        if len(self._seconds) < self.window:
+            return False
+        self.median, self._seconds = float(np.median(self._seconds)), []
+        self.windows += 1
+        if self.expected is not None:
+            missed = abs(self.median - self.expected) > TOLERANCE * self.expected
+            self.misses = self.misses + 1 if missed else 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return {
+            "expected": self.expected,
+            "misses": self.misses,
+            "median": self.median,
+            "windows": self.windows,
+            "settling": self._settling,
+            "seconds": list(self._seconds),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.expected, self.median = state["expected"], state["median"]
+        self.misses, self.windows = int(state["misses"]), int(state["windows"])
+        self._settling = int(state["settling"])
+        self._seconds = [float(each) for each in state["seconds"]]

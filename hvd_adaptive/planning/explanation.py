@@ -1,0 +1,81 @@
+"""Why a plan of ``auto`` is the one: what it expects, what the limits were, and what came second."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from hvd_adaptive.planning.least_time import LEAST_GAIN, Contender, TimeLimits
+
+__all__ = ["explain"]
+
+
+def explain(
+    limits: TimeLimits, chosen: Contender, report: Mapping[str, float], accuracy: str
+) -> tuple[str, ...]:
+    """Some lines of text.
+
+    Args:
+        limits: within which the plan was made.
+        chosen: the plan.
+        report: its delay and noise, and their limits.
+        accuracy: name of the preset.
+    """
+    bounds = (
+        f"limits ({accuracy}): delay {_percent(report['delay'])} of {_percent(report['max_delay'])} of "
+        f"the steps so far, noise {_percent(report['noise'])} of {_percent(report['max_noise'])} of "
+        "the gradient's own"
+    )
+    if chosen.dense:
+        return (*_why_dense(limits, chosen), bounds)
+    dense = limits.dense
+    first = (
+        f"auto: {_shares(limits, chosen)}; a step of {_ms(chosen.seconds)} is foreseen, of which "
+        f"{_ms(chosen.parts.exposed)} exposed communication; dense ({dense.name}) {_ms(dense.seconds)}"
+    )
+    return first, bounds, _second(limits, chosen)
+
+
+def _why_dense(limits: TimeLimits, chosen: Contender) -> tuple[str, ...]:
+    exposed = chosen.parts.exposed / max(chosen.seconds, 1e-12)
+    first = (
+        f"auto: left dense ({chosen.name}): exposed communication is {_percent(exposed)} of a step of "
+        f"{_ms(chosen.seconds)}"
+    )
+    if limits.only_dense:
+        return (f"{first}; dense steps are a control window for the loss",)
+    others = [each for each in limits.contenders if not each.dense]
+    if not others:
+        return (f"{first}; the limits on delay and noise admit no compression yet",)
+    saved = 1 - others[0].seconds / chosen.seconds
+    if saved <= 0:
+        return (f"{first}; the best compression ({others[0].name}) would be {_percent(-saved)} slower",)
+    return (
+        f"{first}; compression ({others[0].name}) would save {_percent(saved)}, less than "
+        f"{_percent(LEAST_GAIN)}",
+    )
+
+
+def _second(limits: TimeLimits, chosen: Contender) -> str:
+    others = [each for each in limits.contenders if (each.choice != chosen.choice).any()]
+    slower = others[0].seconds / chosen.seconds - 1
+    if slower < 0:
+        faster = f"{_percent(-slower)} faster, but it loses more"
+        return f"second: {others[0].name}, {_ms(others[0].seconds)}, {faster}"
+    gap = f"; a better plan could save {_percent(chosen.gap)} of what layers cost" if chosen.gap else ""
+    return f"second: {others[0].name}, {_ms(others[0].seconds)}, {_percent(slower)} slower{gap}"
+
+
+def _shares(limits: TimeLimits, chosen: Contender) -> str:
+    """How many layers each compressor has."""
+    pairs = zip(limits.model.specs, chosen.choice, strict=True)
+    counts = Counter(specs[index] for specs, index in pairs)
+    return ", ".join(f"{spec} on {count} layers" for spec, count in counts.most_common())
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,190 @@
+"""The allocator of ``auto``: the least seconds of a step within limits on delay and on noise.
+
+A budget grants :class:`TimeLimits`; :class:`LeastTime` picks among their *contenders*: dense, and for
+each compressor by itself and for all of them together what the knapsack of two limits finds cheapest.
+The knapsack adds up prices of layers, in which overlap counts as one share for all; so the contenders
+are compared by :class:`~hvd_adaptive.planning.step_time.StepModel`, which plays a step through.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.planning.allocators import Allocator
+from hvd_adaptive.planning.knapsack import total
+from hvd_adaptive.planning.measurements import Measurement
+from hvd_adaptive.planning.step_time import StepModel, StepSeconds
+from hvd_adaptive.planning.table import CandidateTable, Limits
+from hvd_adaptive.planning.two_limits import least_cost, padded
+
+__all__ = ["AS_FAST", "LEAST_GAIN", "Contender", "LeastTime", "TimeLimits"]
+
+LEAST_GAIN = 0.02
+"""Share of a dense step's seconds that compression must save, or nothing is compressed."""
+
+AS_FAST = 0.01
+"""Share of a dense step's seconds that counts as no difference between two plans."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """A choice, and what is foreseen of it.
+
+    Args:
+        name: what it is made of.
+        choice: ``int64[L]``.
+        parts: of its seconds.
+        seconds: of a step: the sum of its parts, as far as earlier forecasts were right.
+        dense: whether nothing is compressed.
+        gap: by what share of its additive price a better choice may exist.
+    """
+
+    name: str
+    choice: Int64s
+    parts: StepSeconds
+    seconds: float
+    dense: bool = False
+    gap: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TimeLimits(Limits):
+    """What :class:`LeastTime` needs to know.
+
+    Args:
+        model: of a step.
+        delays: ``float64[C_l]`` per layer: squared steps withheld, weighted; infinite forbids.
+        noises: ``float64[C_l]`` per layer: added variance, weighted; infinite forbids.
+        max_delay: limit of the sum of the chosen ``delays``.
+        max_noise: limit of the sum of the chosen ``noises``.
+        correction: measured over foreseen seconds of compressed steps.
+        keep: a choice that is to stay, whatever would be faster; None is free to choose.
+        only_dense: whether nothing may be compressed.
+    """
+
+    model: StepModel
+    delays: tuple[Float64s, ...]
+    noises: tuple[Float64s, ...]
+    max_delay: float
+    max_noise: float
+    correction: float = 1.0
+    keep: Int64s | None = None
+    only_dense: bool = False
+
+    @functools.cached_property
+    def contenders(self) -> tuple[Contender, ...]:
+        """All of them, the fastest first. Cost: some knapsacks; 30 to 90 ms for 161 layers."""
+        found = self.denses()
+        if not self.only_dense:
+            found += self._compressed(min(found, key=lambda each: each.seconds))
+        return tuple(sorted(found, key=lambda each: each.seconds))
+
+    @property
+    def dense(self) -> Contender:
+        """The fastest dense one."""
+        return next(each for each in self.contenders if each.dense)
+
+    @functools.cached_property
+    def best(self) -> Contender:
+        """The fastest, if it saves :data:`LEAST_GAIN`; else the fastest dense one.
+
+        Of those that take next to no longer, the one that loses least.
+        """
+        dense = self.dense
+        bound = min(
+            self.contenders[0].seconds + AS_FAST * dense.seconds, (1 - LEAST_GAIN) * dense.seconds
+        )
+        able = [each for each in self.contenders if each.seconds < bound and not each.dense]
+        return min(able, key=lambda each: self._loss(each.choice), default=dense)
+
+    def _loss(self, choice: Int64s) -> float:
+        """What a choice uses of both limits."""
+        delay, noise = self.weighed(choice)
+        used = (
+            each / limit for each, limit in ((delay, self.max_delay), (noise, self.max_noise)) if limit
+        )
+        return math.sqrt(sum(used))
+
+    def of(self, choice: Int64s) -> Contender:
+        """Any choice as a contender."""
+        costs = self.model.costs.compressors
+        specs = {row[index] for row, index in zip(self.model.specs, choice, strict=True)}
+        parts = self.model.seconds(choice)
+        dense = all(costs[spec].dense for spec in specs)
+        names = sorted(spec for spec in specs if not costs[spec].dense) or sorted(specs)
+        seconds = parts.total * (1.0 if dense else self.correction)
+        return Contender(" + ".join(names), choice, parts, seconds, dense)
+
+    def weighed(self, choice: Int64s) -> tuple[float, float]:
+        """The sums of delays and of noises of a choice."""
+        return total(_picked(self.delays, choice)), total(_picked(self.noises, choice))
+
+    def denses(self) -> list[Contender]:
+        """What sends every element: one for each such compressor."""
+        return list(self._dense())
+
+    def _dense(self) -> Iterator[Contender]:
+        able = [spec for spec, costs in self.model.costs.compressors.items() if costs.dense]
+        rows = list(zip(self.model.specs, self.delays, self.noises, strict=True))
+        for spec in able:
+            choice = []
+            for specs, delays, noises in rows:
+                fitting = [
+                    index
+                    for index, each in enumerate(specs)
+                    if each in able and delays[index] == 0 and noises[index] == 0
+                ]
+                # where half precision loses too much of a layer, another one
+                choice.append(next((i for i in fitting if specs[i] == spec), fitting[0]))
+            yield self.of(np.array(choice, dtype=np.int64))
+
+    def _compressed(self, dense: Contender) -> Iterator[Contender]:
+        """The knapsack's choices: of all compressors, and of each by itself."""
+        costs = self.model.costs.compressors
+        families = [spec for spec in costs if not costs[spec].dense]
+        groups = [families, *([each] for each in families if len(families) > 1)]
+        hidden = dense.parts.exposed / max(dense.parts.network, 1e-12)
+        seen: set[bytes] = set()
+        delays, noises = padded(self.delays), padded(self.noises)
+        kinds = {spec: number for number, spec in enumerate(costs)}
+        kind_of = padded([[kinds[spec] for spec in specs] for specs in self.model.specs])
+        for share in dict.fromkeys((1.0, round(min(1.0, hidden), 2))):
+            prices = padded(self.model.prices(share))
+            for group in groups if share == 1.0 else groups[:1]:
+                allowed = [kinds[spec] for spec in costs if costs[spec].dense or spec in group]
+                priced = np.where(np.isin(kind_of, allowed), prices, np.inf)
+                found = least_cost(priced, delays, noises, self.max_delay, self.max_noise)
+                if found.choice.tobytes() not in seen:
+                    seen.add(found.choice.tobytes())
+                    made = self.of(found.choice)
+                    if not made.dense:
+                        yield Contender(
+                            made.name, made.choice, made.parts, made.seconds, False, found.gap
+                        )
+
+
+def _picked(rows: Sequence[Float64s], choice: Int64s) -> Float64s:
+    return np.array([row[index] for row, index in zip(rows, choice, strict=True)], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class LeastTime(Allocator):
+    """The least foreseen seconds of a step; dense where compression saves less than 2 %."""
+
+    allocator_needs: ClassVar[frozenset[Measurement]] = frozenset(
+        {Measurement.ERRORS, Measurement.SIGNALS}
+    )
+
+    def allocate(self, table: CandidateTable, allowed: Limits) -> Int64s:
+        """The best of the contenders; ValueError unless the limits are :class:`TimeLimits`."""
+        del table
+        if not isinstance(allowed, TimeLimits):
+            raise ValueError("LeastTime needs a budget that grants TimeLimits")
+        return allowed.best.choice if allowed.keep is None else allowed.keep

@@ -1,0 +1,350 @@
+"""The planner ``auto``, in a world whose times, noise and delays are known."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_adaptive.planning import CandidateTable, Decision, PlanningInput, StepMeasurements, parse
+from hvd_adaptive.planning.budgets.auto import PRESETS
+from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
+from hvd_adaptive.planning.budgets.loss_guard import LossGuard
+from hvd_adaptive.planning.gradient_signals import GradientSignals
+from hvd_adaptive.planning.step_time import StepModel, spread
+from tests.planning.helpers import costs_of
+
+LAG = 6
+RANKS = 4
+BITS = np.arange(8, 1, -1.0)
+
+
+@dataclass
+class World:
+    """A training run on a network of ``mbit``; what is measured of the network may lag behind it."""
+
+    spec: str = "auto"
+    mbit: float = 100.0
+    layers: int = 6
+    compute: float = 0.1
+    noisy: float = 30.0
+    nonzero: float = 1.0
+    numel: int = 500_000
+    levels_of_topk: int = 30
+    slowness: float = 1.0
+    """By how much compressed steps take longer than any model foresees."""
+    decisions: list[Decision] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    switched: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        densities = np.geomspace(0.1, 0.001, self.levels_of_topk)
+        self.planner = parse(self.spec).planner(RANKS)
+        self.measured = self.mbit
+        self.levels = np.zeros(self.layers, np.int64)
+        self.plans = 0
+        self.pending: tuple[int, Decision] | None = None
+        self.step = 0
+        self.since = 0
+        self.densities = np.concatenate([[1.0, 1.0], densities, np.ones(len(BITS))])
+        self.specs = ("fp16", "none", *["topk"] * len(densities), *["qsgd"] * len(BITS))
+        sizes = np.concatenate([[2.0, 4.0], 3.2 * densities, BITS / 8]) * self.numel
+        self.sizes = (sizes,) * self.layers
+        self.energy = 1.0 + self.noisy
+        errors = np.concatenate([[1e-8, 0.0], 1 - densities**0.5, 40 * 4.0**-BITS]) * self.energy
+        self.table = CandidateTable.of(
+            [f"layer{index}" for index in range(self.layers)],
+            [errors] * self.layers,
+            self.sizes,
+            [[f"{spec} {index}" for index, spec in enumerate(self.specs)]] * self.layers,
+            [2] * self.layers,
+            [4.0 * self.numel] * self.layers,
+        )
+
+    def model(self, mbit: float) -> StepModel:
+        numel = np.full(self.layers, self.numel)
+        order = np.arange(self.layers)[::-1].copy()
+        ready = spread(self.compute, numel, order)
+        costs = costs_of(mbit, cap_bytes=4e6)
+        return StepModel(
+            costs, self.compute, ready, order, numel, (self.specs,) * self.layers, self.sizes
+        )
+
+    def input(self) -> PlanningInput:
+        """Residuals are full at once, and hold one over the density steps."""
+        density = self.densities[self.levels]
+        mean = 1.0 + self.noisy / RANKS
+        withheld = np.where(density < 1, np.minimum(1 / density, self.step - self.since), 0.0)
+        signals = GradientSignals(
+            energy=np.full(self.layers, self.energy),
+            mean_energy=np.full(self.layers, mean),
+            residual=withheld**2 + withheld * self.noisy / RANKS,
+            nonzero=np.full(self.layers, self.nonzero),
+            numel=np.full(self.layers, self.numel),
+            specs=(self.specs,) * self.layers,
+            payloads=self.sizes,
+            unbiased=(np.array([spec != "topk" for spec in self.specs]),) * self.layers,
+            densities=(self.densities,) * self.layers,
+        )
+        buckets = (self.layers - 1 - np.arange(self.layers)) // 2
+        costs = costs_of(self.measured, cap_bytes=4e6)
+        return PlanningInput(self.step, self.table, buckets, signals=signals, costs=costs)
+
+    def run(self, steps: int, loss: Any = None, horizon: int | None = None) -> World:
+        for _ in range(steps):
+            parts = self.model(self.mbit).seconds(self.levels)
+            compresses = bool((self.levels > 1).any())
+            seconds = parts.total * (self.slowness if compresses else 1.0)
+            self.times.append(seconds)
+            self.planner.observe(
+                StepMeasurements(
+                    self.step,
+                    seconds=seconds,
+                    compute_seconds=seconds - parts.exposed,
+                    plan=self.plans,
+                    loss=None if loss is None else loss(self.step, compresses),
+                    horizon=horizon,
+                )
+            )
+            if self.pending and self.step >= self.pending[0] + LAG:
+                self.use(self.pending[1])
+            if not self.pending and self.planner.due(self.step):
+                self.pending = self.step, self.planner.plan(self.input())
+                self.decisions.append(self.pending[1])
+            self.step += 1
+        return self
+
+    def use(self, decision: Decision) -> None:
+        if (decision.levels != self.levels).any():
+            self.switched.append(self.step)
+        if not (self.levels > 1).any():
+            self.since = self.step
+        self.levels, self.pending = decision.levels, None
+        self.plans += 1
+        if decision.report["measure_again"]:
+            self.measured = self.mbit
+
+    def used(self) -> set[str]:
+        return {self.specs[index] for index in self.levels}
+
+    @property
+    def dense_seconds(self) -> float:
+        model = self.model(self.mbit)
+        choices = (np.zeros(self.layers, np.int64), np.ones(self.layers, np.int64))
+        return min(model.seconds(choice).total for choice in choices)
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+def test_it_starts_dense_and_compresses_where_that_is_faster() -> None:
+    world = World().run(14)
+    assert not world.decisions
+    world.run(200)
+    assert world.used() & {"topk", "qsgd"}
+    assert world.times[-1] < 0.9 * world.dense_seconds
+    report = world.decisions[-1].report
+    assert report["seconds"] == pytest.approx(world.times[-1], rel=0.05)
+    assert report["delay"] <= report["max_delay"] * (1 + 1e-9)
+    assert report["noise"] <= report["max_noise"] * (1 + 1e-9)
+
+
+def test_it_stays_dense_and_says_why_where_communication_is_hidden() -> None:
+    world = World(mbit=1e5).run(200)
+    assert world.used() <= {"fp16", "none"}
+    assert any("left dense" in reason for reason in world.decisions[-1].reasons)
+    assert any("exposed communication is" in reason for reason in world.decisions[-1].reasons)
+
+
+def test_reasons_name_the_choice_its_limits_and_what_came_second() -> None:
+    reasons = World().run(200).decisions[-1].reasons
+    assert any("is foreseen" in reason and "dense" in reason for reason in reasons)
+    assert any("limits (balanced): delay" in reason for reason in reasons)
+    assert any(reason.startswith("second: ") and "slower" in reason for reason in reasons)
+
+
+def test_without_noise_of_their_own_gradients_get_no_noise() -> None:
+    assert "qsgd" not in World(noisy=0.0).run(300).used()
+
+
+def test_stricter_presets_send_more() -> None:
+    times = [World(f"auto:accuracy={name}", mbit=30.0).run(400).times[-1] for name in PRESETS]
+    assert times[0] > times[1] > times[2]
+
+
+def test_the_delay_follows_the_steps_so_far() -> None:
+    world = World("auto:noise=1e-9", mbit=30.0)
+    sent = []
+    for _ in range(6):
+        world.run(150)
+        sent.append(float(world.densities[world.levels].mean()))
+        assert (1 / world.densities[world.levels] <= 4 * 0.05 * world.step + 1).all()
+    assert sent == sorted(sent, reverse=True)
+    assert sent[-1] < sent[0] / 3
+
+
+def test_what_waits_is_sent_before_a_known_end() -> None:
+    """Density rises again in the last fifth, and nothing is compressed with delay at the end."""
+    world = World("auto:noise=1e-9,total_steps=1000", mbit=30.0).run(700)
+    middle = world.densities[world.levels].mean()
+    assert middle < 0.2
+    world.run(240)
+    assert world.densities[world.levels].mean() > middle
+    world.run(60)
+    assert "topk" not in world.used()
+    late = World("auto:noise=1e-9", mbit=30.0).run(1000)
+    assert "topk" in late.used()
+
+
+def test_an_end_that_is_reported_later_counts_as_well() -> None:
+    world = World("auto:noise=1e-9", mbit=30.0).run(700).run(300, horizon=1000)
+    assert "topk" not in world.used()
+
+
+def test_a_sparse_gradient_is_not_sent_slower_than_it_arrives() -> None:
+    world = World("auto:noise=1e-9", mbit=30.0, nonzero=0.04).run(1500)
+    assert "topk" in world.used()
+    assert (world.densities[world.levels] >= 0.04).all()
+
+
+def test_adam_counts_layers_relative_to_their_gradients() -> None:
+    """In plain L2 a layer of tiny gradients is free; relative to itself it is not."""
+    sent = {}
+    for metric in ("l2", "relative"):
+        world = World(f"auto:metric={metric},noise=1e-9", mbit=30.0)
+        planner, facts = world.run(400).planner, world.input()
+        assert facts.signals is not None
+        small = np.where(np.arange(world.layers) == 0, 1e-6, 1.0)
+        signals = GradientSignals(
+            **{
+                name: getattr(facts.signals, name) * small
+                if name in ("energy", "mean_energy", "residual")
+                else getattr(facts.signals, name)
+                for name in GradientSignals.__dataclass_fields__
+            }
+        )
+        errors = [row * scale for row, scale in zip(world.table.errors, small, strict=True)]
+        table = CandidateTable.of(
+            world.table.names, errors, world.sizes, world.table.labels, [2] * 6, world.table.dense
+        )
+        planned = planner.plan(
+            PlanningInput(world.step, table, facts.buckets, signals=signals, costs=facts.costs)
+        )
+        sent[metric] = world.densities[planned.levels]
+    assert sent["l2"][0] < sent["l2"][1:].min()
+    assert sent["relative"][0] == pytest.approx(sent["relative"][1:].mean(), rel=0.5)
+
+
+# --- when it was wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [(1e4, 30.0), (30.0, 1e5)])
+def test_another_network_is_noticed_measured_and_planned_for_within_50_steps(
+    before: float, after: float
+) -> None:
+    world = World(mbit=before).run(240)
+    compressed = bool(world.used() & {"topk", "qsgd"})
+    world.mbit = after
+    switches, changed = len(world.switched), world.step
+    world.run(50)
+    assert len(world.switched) > switches
+    assert world.switched[switches] <= changed + 50
+    assert bool(world.used() & {"topk", "qsgd"}) != compressed
+    said = [reason for decision in world.decisions for reason in decision.reasons]
+    assert any("were foreseen: off by more than 15 %" in reason for reason in said)
+
+
+def test_it_returns_to_dense_where_compression_turns_out_slower_than_foreseen() -> None:
+    world = World(mbit=300.0, slowness=2.5).run(600)
+    slower = [seconds > 1.02 * world.dense_seconds for seconds in world.times]
+    assert any(slower)
+    assert np.mean(slower[-300:]) < 0.3
+    assert not any(slower[-50:]) or np.mean(slower) < 0.3
+
+
+def test_medians_of_two_windows_decide_and_not_a_single_step() -> None:
+    score = ForecastScore()
+    score.begin(0.1)
+    for step in range(45):
+        score.observe(5.0 if step % 10 == 7 else 0.1)
+    assert (score.misses, score.windows) == (0, 4)
+
+
+# --- the guard ------------------------------------------------------------------------------------
+
+
+def fed(losses: list[float], guard: LossGuard | None = None, dense: bool = False) -> LossGuard:
+    guard = guard or LossGuard()
+    for index, loss in enumerate(losses):
+        guard.observe(loss + 0.01 * (-1) ** index, dense)
+    return guard
+
+
+def test_a_rise_that_dense_steps_do_not_show_is_blamed_on_compression() -> None:
+    guard = fed([1.0] * 20 + [0.9] * 20 + [1.3] * 20)
+    assert guard.wants_dense
+    fed([1.2] * 30, guard)  # the control window has not begun
+    assert guard.wants_dense
+    fed([0.95] * 20, guard, dense=True)
+    assert guard.blames
+    assert not guard.wants_dense
+    assert guard.take_verdict().startswith("stepped back: the loss rose to 1.3")
+    assert not guard.blames
+
+
+def test_a_rise_that_dense_steps_show_too_is_the_new_normal() -> None:
+    guard = fed([0.9] * 20 + [1.3] * 20)
+    fed([1.3] * 20, guard, dense=True)
+    assert guard.take_verdict().startswith("compression is not the cause")
+    assert not fed([1.3] * 40, guard).wants_dense
+
+
+def test_falling_losses_and_small_rises_do_not_matter() -> None:
+    losses = [2.0 - 0.01 * step for step in range(100)] + [1.0 + 0.001 * step for step in range(40)]
+    assert not fed(losses).wants_dense
+
+
+def test_auto_steps_back_after_a_control_window_and_says_so() -> None:
+    def loss(step: int, compresses: bool) -> float:
+        return 1.0 + (0.5 if compresses and step > 300 else 0.0) + 0.01 * (-1) ** step
+
+    world = World(mbit=30.0).run(290, loss)
+    assert world.used() & {"topk", "qsgd"}
+    limit = world.decisions[-1].report["max_noise"]
+    world.run(110, loss)
+    said = [reason for decision in world.decisions for reason in decision.reasons]
+    assert any("control window" in reason for reason in said)
+    assert any(reason.startswith("stepped back: the loss rose to 1.5") for reason in said)
+    assert world.decisions[-1].report["max_noise"] <= limit / 2
+    quiet = World(mbit=30.0).run(400)
+    assert quiet.decisions[-1].report["max_noise"] == limit
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_second() -> None:
+    world = World(mbit=30.0, layers=161, numel=150_000, compute=1.0, levels_of_topk=100).run(40)
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        world.planner.plan(world.input())
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("accuracy=good", "not one of strict, balanced, fast"),
+        ("delay=1", r"must lie in \[0, 1\)"),
+        ("metric=l3", "not one of optimizer, l2, relative"),
+        ("accumulate=true", "accumulate=true is not possible"),
+    ],
+)
+def test_wrong_options_are_refused(options: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(f"auto:{options}")
