@@ -1,0 +1,121 @@
+"""What ``hva run`` puts in the place of Horovod's functions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from hvd_adaptive.arguments import from_horovod
+from hvd_adaptive.collectives import reduces_in_nodes
+from hvd_adaptive.comm.startup import NICENESS
+from hvd_adaptive.comm.startup import init as start
+from hvd_adaptive.compressors import format_spec
+from hvd_adaptive.optimizer import DistributedOptimizer
+
+
+def install(hvd: ModuleType, settings: Mapping[str, Any], replaced: list[str]) -> None:
+    """Replace ``DistributedOptimizer`` and ``init``, for whoever imports them from now on.
+
+    Args:
+        hvd: the module ``horovod.torch``, just loaded.
+        settings: ``arguments`` of :func:`hvd_adaptive.DistributedOptimizer` that go before the
+            script's; ``niceness`` of :func:`hvd_adaptive.init`, or None.
+        replaced: gets an item for each optimizer that was replaced.
+    """
+    arguments: dict[str, Any] = dict(settings["arguments"])
+    wrap = _Wrapping(hvd, arguments, replaced)
+    for module in (hvd, sys.modules["horovod.torch.optimizer"]):
+        module.DistributedOptimizer = wrap.function()  # type: ignore[attr-defined]
+    niceness = NICENESS if settings["niceness"] is None else int(settings["niceness"])
+    hvd.init = _init(hvd, niceness, arguments.get("scheme"))  # type: ignore[attr-defined]
+
+
+def _init(hvd: ModuleType, niceness: int, scheme: str | None) -> Any:
+    stock = hvd.init
+    hierarchical = False
+    if scheme is not None:
+        with suppress(ValueError):  # the optimizer says so, to all ranks
+            hierarchical = reduces_in_nodes(scheme)
+
+    @functools.wraps(stock)
+    def init(*args: Any, **kwargs: Any) -> None:
+        if hvd.is_initialized():
+            stock(*args, **kwargs)
+        else:
+            start(*args, niceness=niceness, hierarchical=hierarchical, **kwargs)
+
+    return init
+
+
+class _Wrapping:
+    """Calls of ``hvd.DistributedOptimizer``.
+
+    Args:
+        hvd: the module ``horovod.torch``.
+        arguments: those that go before the script's.
+        replaced: gets an item for each call.
+    """
+
+    def __init__(self, hvd: ModuleType, arguments: dict[str, Any], replaced: list[str]) -> None:
+        self._hvd = hvd
+        self._stock = hvd.DistributedOptimizer
+        self._signature = inspect.signature(self._stock)
+        self._arguments = arguments
+        self._replaced = replaced
+
+    def function(self) -> Any:
+        """What a script calls. Horovod looks at its ``__module__``, which is that of its own."""
+
+        @functools.wraps(self._stock)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return self._wrap(self._signature.bind(*args, **kwargs).arguments)
+
+        return wrapped
+
+    def _wrap(self, given: dict[str, Any]) -> Any:
+        if given.get("op") == self._hvd.Adasum and self._is_plain(given):
+            self._say(given, "left op=hvd.Adasum to Horovod, whose gradients cannot be compressed")
+            return self._stock(**given)
+        try:
+            optimizer = DistributedOptimizer(**{**given, **self._arguments})
+        except ValueError as error:
+            # it judges its arguments on all ranks together, so all of them end here
+            self._print(str(error))
+            raise SystemExit(2) from None
+        self._say(given, f"hvd.DistributedOptimizer is hvd_adaptive's: {self._description(given)}")
+        return optimizer
+
+    def _is_plain(self, given: Mapping[str, Any]) -> bool:
+        compression = self._arguments.get("compression", from_horovod(given.get("compression", "none")))
+        return compression == "none" and not {"overrides", "planner", "dense_steps"} & {*self._arguments}
+
+    def _description(self, given: Mapping[str, Any]) -> str:
+        own = _spec(from_horovod(given.get("compression", "none")))
+        shown = {"compression": own, **self._arguments}
+        text = ", ".join(f"{name} {value}" for name, value in shown.items())
+        if own not in ("none", shown["compression"]):
+            text += f" (in the place of the script's {own})"
+        if self._hvd.size() == 1:
+            text += "; one rank sends nothing: start it with horovodrun, mpirun or srun"
+        return text
+
+    def _say(self, given: Mapping[str, Any], text: str) -> None:
+        self._replaced.append(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self._hvd.rank() == 0:
+            print(f"hva run: {text}", file=sys.stderr, flush=True)
+
+
+def _spec(compression: Any) -> str:
+    """A compressor as it is written, or as Python names it where it cannot be written."""
+    try:
+        return format_spec(compression)
+    except (TypeError, ValueError, AttributeError):
+        return str(getattr(compression, "__name__", compression))
