@@ -28,6 +28,8 @@ from typing import Any
 
 from numba import config, njit
 
+from hvd_adaptive.compile_once import compile_once, leave_terminal_alone
+
 PACKAGE = Path(__file__).resolve().parent
 KEPT_VERSIONS = 3
 """Versions whose kernels are kept, this one included; more of them if they were used lately."""
@@ -49,9 +51,9 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         folder = _folder()
         if folder is None:
-            return njit(**options)(function)
+            return leave_terminal_alone(njit(**options)(function))
         with _kept_in(folder):
-            return njit(cache=True, **options)(function)
+            return compile_once(njit(cache=True, **options)(function), folder)
 
     return decorate
 
