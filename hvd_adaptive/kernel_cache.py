@@ -17,6 +17,7 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 import uuid
@@ -26,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba import config, njit
 
 from hvd_adaptive.compile_once import compile_once, leave_terminal_alone
@@ -37,6 +39,7 @@ LATELY = 3600.0
 """Seconds since its last start for which a version may still be compiling."""
 _PREFIX = "hvd_adaptive-kernels-"
 _REMOVED = _PREFIX + "removed-"
+_COMPLETE = f"complete-{numba.__version__}-{sys.implementation.cache_tag}"
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -94,6 +97,24 @@ def _sources_in(package: str) -> Iterator[str]:
         for folder, folders, files in os.walk(os.path.join(package, room)):
             folders[:] = [name for name in folders if name != "__pycache__"]
             yield from (os.path.join(folder, name) for name in files if name.endswith(".py"))
+
+
+def current_folder() -> Path | None:
+    """Where this version's kernels are kept, the same for all ranks and runs; None where nowhere."""
+    return _folder()
+
+
+def mark_complete() -> None:
+    """Note that every kernel is in the cache, for :func:`is_complete`."""
+    place = _folder()
+    if place is not None:
+        (place / _COMPLETE).touch()
+
+
+def is_complete() -> bool:
+    """Whether every kernel of this version has been compiled into the cache, by ``hva precompile``."""
+    place = _folder()
+    return place is not None and (place / _COMPLETE).exists()
 
 
 @functools.cache

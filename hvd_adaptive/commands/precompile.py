@@ -1,16 +1,20 @@
-"""Compile every kernel into Numba's cache: ``python -m hvd_adaptive.commands.precompile``.
+"""``hva precompile``: compile every kernel into Numba's cache.
 
+Also ``python -m hvd_adaptive.commands.precompile``.
 Worth one line in a job script: without it each rank compiles, in its first steps, for up to a minute.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 
 import numpy as np
 import torch
 
-from hvd_adaptive import compressors
+from hvd_adaptive import compressors, kernel_cache
+from hvd_adaptive.commands import run_command
 from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.kernels import for_device
@@ -29,6 +33,7 @@ def precompile() -> float:
     for_device(torch.device("cpu")).sparse.sample_spectrum(torch.ones(64))
     for solve in (knapsack.min_cost, knapsack.min_error):
         solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
+    kernel_cache.mark_complete()
     return time.perf_counter() - start
 
 
@@ -64,9 +69,21 @@ def _use_huffman() -> None:
     qsgd.decompress_layers_add_(body, [torch.zeros(4096), torch.zeros(4096)], 1.0)
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = "Compile every kernel into Numba's cache, for all processes that use it."
+    parser.epilog = "example, in a job script:\n  hva precompile && horovodrun -np 16 python train.py"
+
+
+def run(_options: argparse.Namespace) -> int:
     """Compile, and say how long that took."""
     print(f"hvd_adaptive kernels ready after {precompile():.1f} s")
+    return 0
+
+
+def main() -> None:
+    """Run the command, as of this process."""
+    sys.exit(run_command("precompile"))
 
 
 if __name__ == "__main__":

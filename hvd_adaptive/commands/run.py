@@ -27,7 +27,12 @@ OPTIONS: Final = (
     ("compression", str, "SPEC", "how gradients are compressed, such as qsgd:bits=4"),
     ("planner", str, "SPEC", "what chooses each layer's level during training, such as lgreco"),
     ("feedback", str, "SPEC", "what happens to what compression leaves out: ef, ef21, dgc or none"),
-    ("scheme", str, "NAME", "how encoded gradients are reduced: auto, allgather, two_shot, hierarchical"),
+    (
+        "scheme",
+        str,
+        "NAME",
+        "how encoded gradients are reduced: auto, allgather, two_shot, hierarchical",
+    ),
     ("dense_steps", int, "N", "steps at the start that send dense gradients"),
     ("bucket_cap_mb", float, "MIB", "size at which a bucket of gradients is sent"),
     ("telemetry", str, "FOLDER", "where TensorBoard's files and JSON lines are written"),
@@ -107,7 +112,9 @@ hva run [OPTIONS] -- python train.py'
         raise ValueError("which script? Write 'hva run [OPTIONS] -- python train.py'")
     program = os.path.basename(words[0])
     if program in LAUNCHERS:
-        place = next((i for i, word in enumerate(words) if re.match(r"python|.*\.py$", word)), len(words))
+        place = next(
+            (i for i, word in enumerate(words) if re.match(r"python|.*\.py$", word)), len(words)
+        )
         before, script = " ".join(words[:place]), " ".join(words[place:]) or "python train.py"
         raise ValueError(
             f"{program} starts the ranks, and this command runs in each: write '{before} hva run "

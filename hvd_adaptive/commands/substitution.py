@@ -92,7 +92,9 @@ class _Wrapping:
 
     def _is_plain(self, given: Mapping[str, Any]) -> bool:
         compression = self._arguments.get("compression", from_horovod(given.get("compression", "none")))
-        return compression == "none" and not {"overrides", "planner", "dense_steps"} & {*self._arguments}
+        return compression == "none" and not {"overrides", "planner", "dense_steps"} & {
+            *self._arguments
+        }
 
     def _description(self, given: Mapping[str, Any]) -> str:
         own = _spec(from_horovod(given.get("compression", "none")))
