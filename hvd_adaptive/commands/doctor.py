@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
     """Look, measure, judge, and print on rank 0."""
     mine = facts.collect()
     hvd, mine = _start(mine)
-    everyone, shown = (mine,), mine.launched_rank == 0
+    shown = mine.launched_rank == 0
+    everyone: tuple[RankFacts, ...] = (mine,)
     measured: dict[str, Any] = {}
     if hvd is not None and hvd.size() > 1:
         everyone, measured = _together(mine)

@@ -31,7 +31,7 @@ OPTIONS: Final = (
         "scheme",
         str,
         "NAME",
-        "how encoded gradients are reduced: auto, allgather, two_shot, hierarchical",
+        "how encoded gradients are reduced: auto, allgather, two_shot ...",
     ),
     ("dense_steps", int, "N", "steps at the start that send dense gradients"),
     ("bucket_cap_mb", float, "MIB", "size at which a bucket of gradients is sent"),
@@ -173,7 +173,7 @@ def _override(text: str) -> tuple[str, str]:
     return pattern, spec
 
 
-def _become(command: Sequence[str]) -> int:
+def _become(command: list[str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         return _refused(f"there is no command {command[0]!r}: write 'hva run -- python train.py'")

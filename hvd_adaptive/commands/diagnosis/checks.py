@@ -24,7 +24,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 1)
 LONG_COLLECTION: Final = 0.05
 SLOW_MEMORY: Final = 1e9
 LEAST_SHARED_MEMORY: Final = 64 << 20
-"""Per rank: Open MPI's segment takes some 4 MiB and more with the ranks; containers give 64 MiB in all."""
+"""Per rank: Open MPI takes some 4 MiB and more with the ranks; a container has 64 MiB in all."""
 SHORTEST_CYCLE, LONGEST_CYCLE = 0.1, 5.0
 """Milliseconds; Horovod's default is 1."""
 LONG_LATENCY: Final = 0.02
@@ -220,7 +220,7 @@ def precompiled(facts: Facts) -> Finding | None:
     if bad is None:
         return None
     what = f"kernels are not compiled yet on {bad[1].host}: the first steps wait for up to a minute"
-    return Finding("slow", what, "hva precompile, once per host (or once, where they share the folder)")
+    return Finding("slow", what, "hva precompile, on each host that has a folder of its own")
 
 
 def slow_link(facts: Facts) -> Finding | None:
@@ -378,5 +378,5 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _shown(link: Link) -> str:
-    rate = f"{link.rate / 1e6:.3g} Mbit/s"
+    rate = f"{link.rate / 1e6:,.0f} Mbit/s"
     return f"{link.hosts[0]} and {link.hosts[1]} are {rate} and {1e3 * link.latency:.2g} ms apart"

@@ -261,9 +261,9 @@ def _torch() -> dict[str, Any]:
 
 
 def _numba_threads() -> int:
-    from numba import config
+    import numba
 
-    return int(config.NUMBA_NUM_THREADS)
+    return int(numba.get_num_threads())
 
 
 def _hash_of_sources() -> str:

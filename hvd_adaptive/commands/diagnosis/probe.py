@@ -48,7 +48,7 @@ def measure_links(transport: Transport, control: Control, topology: Topology) ->
 
 
 def _seconds(transport: Transport, name: str, pair: tuple[int, int], size: int) -> float:
-    """The fastest exchange of so many bytes between two ranks, while the others take part without any."""
+    """The fastest exchange of so many bytes between two ranks; the others take part without any."""
     splits = [0] * transport.size
     if transport.rank in pair:
         splits[pair[0] if transport.rank == pair[1] else pair[1]] = size

@@ -27,10 +27,8 @@ def as_json(facts: Facts, findings: Mapping[str, Finding]) -> str:
 def as_text(facts: Facts, findings: Mapping[str, Finding]) -> str:
     """Versions, hosts, links and findings, each with what to write."""
     hosts = len(facts.topology.nodes)
-    title = (
-        f"hva doctor: hvd_adaptive {facts.first.versions['hvd_adaptive']} on {_many(len(facts.ranks), 'rank')}"
-        f" and {_many(hosts, 'host')}"
-    )
+    version, ranks = facts.first.versions["hvd_adaptive"], _many(len(facts.ranks), "rank")
+    title = f"hva doctor: hvd_adaptive {version} on {ranks} and {_many(hosts, 'host')}"
     rows = [f"  {name:<12} {text}" for name, text in _rows(facts)]
     return "\n".join([title, "", *rows, "", *_findings(findings)])
 
@@ -42,14 +40,17 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     gpus = f", {_many(rank.gpus, 'GPU')}" if rank.cuda else ""
     yield (
         "torch",
-        f"{versions['torch']}, {rank.torch_threads} threads, CUDA {rank.cuda or 'none'}{gpus}",
+        f"{versions['torch']}, {_many(rank.torch_threads, 'thread')}, CUDA {rank.cuda or 'none'}{gpus}",
     )
     built = ", ".join(name for name, there in rank.builds.items() if there) or "nothing"
     made = f", built with torch {rank.horovod_torch}" if rank.horovod_torch else ""
     yield "horovod", f"{versions['horovod']} with {built}{made}"
     yield "mpirun", rank.mpirun or "none"
     yield "mpi4py", f"{versions['mpi4py']} on {rank.mpi or 'no MPI'}"
-    yield "numba", f"{versions['numba']}, {rank.numba_threads} threads, numpy {versions['numpy']}"
+    yield (
+        "numba",
+        f"{versions['numba']}, {_many(rank.numba_threads, 'thread')}, numpy {versions['numpy']}",
+    )
     state = "compiled" if rank.precompiled else "not compiled yet"
     yield "kernels", f"{state}, in {rank.kernels or 'no folder'}"
     started = rank.launcher or "no launcher"
@@ -60,8 +61,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "operations", facts.operations
     for link in facts.links:
         between = f"{link.hosts[0]} - {link.hosts[1]}"
-        yield "link", f"{between}: {1e3 * link.latency:.2g} ms, {link.rate / 1e6:.4g} Mbit/s"
-    for name, text in rank.variables.items():
+        yield "link", f"{between}: {1e3 * link.latency:.2g} ms, {link.rate / 1e6:,.0f} Mbit/s"
+    for name, text in sorted(rank.variables.items()):
         yield "set", f"{name}={text}"
 
 
@@ -72,7 +73,8 @@ def _host(facts: Facts, name: str) -> str:
     local = facts.local_ranks(ranks[0])
     speed = min(rank.memcpy for rank in ranks) / 1e9
     which = f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"
-    return f"{name}: {which}, {_many(cores, 'core')} ({cores / local:.2g} per rank), memcpy {speed:.1f} GB/s"
+    share = f"{_many(cores, 'core')} ({cores / local:.2g} per rank)"
+    return f"{name}: {which}, {share}, memcpy {speed:.1f} GB/s"
 
 
 def _findings(findings: Mapping[str, Finding]) -> Iterator[str]:
