@@ -79,6 +79,8 @@ set_environment() {
     fi
 }
 
+has_open_mpi_4() { [[ $(mpirun --version 2>/dev/null) == *"(Open MPI) 4."* ]]; }
+
 parse_arguments() {
     ranks='' hosts='' netlab='' netlab_trace='' dry_run='' arguments=()
     while (($#)); do
@@ -276,8 +278,10 @@ main() {
         command+=(--)
         # train.py would give each host all the cores.
         arguments=(--threads "$OMP_NUM_THREADS" ${arguments[@]+"${arguments[@]}"})
-    elif [[ -n $hosts ]]; then
-        command+=(-H "$hosts")
+    else
+        [[ -z $hosts ]] || command+=(-H "$hosts")
+        # horovodrun has it put the rank before, and at times behind, each line; only rank 0 prints.
+        if has_open_mpi_4; then command+=(--mpi-args='-mca orte_tag_output 0'); fi
     fi
     command+=(python "$folder/train.py" ${arguments[@]+"${arguments[@]}"})
 

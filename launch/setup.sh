@@ -23,10 +23,10 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
-# The one place where versions are pinned.
+# The one place where torch's version is pinned; Horovod's is in what builds it.
 torch_requirement=${HVA_TORCH:-torch==2.13.0}
-horovod_version=0.28.1
-horovod_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
+horovod_builder=$root/hvd_adaptive/commands/install_horovod.py
+horovod_version=$(sed -n 's/^VERSION: Final = "\(.*\)"$/\1/p' "$horovod_builder")
 
 cache=${HVA_CACHE:-}
 if [[ -z $cache && -n ${XDG_CACHE_HOME:-${HOME:-}} ]]; then
@@ -88,7 +88,7 @@ require_own_environment() {
 # Changes whenever the environment has to be looked at again.
 environment_key() {
     {
-        cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml}
+        cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
         say "$root" "$torch_requirement"
         python_versions
         other_clone
@@ -246,34 +246,8 @@ print("torch-" + m.version("torch"), sys.implementation.cache_tag, platform.mach
 
 horovod_there() { stamped horovod "$1" && "$python" -c 'import horovod.torch'; }
 
-build_horovod() {
-    local into=$1 work
-    # First: to find after minutes that it cannot be would be late.
-    mkdir -p "$into"
-    work=$(mktemp -d)
-    # shellcheck disable=SC2064
-    trap "rm -rf '$work'" EXIT
-    "$python" -m pip install cffi cloudpickle packaging psutil pyyaml
-    "$python" -m pip download --no-deps --no-build-isolation --no-binary horovod -d "$work" "horovod==$horovod_version"
-    sha256sum -c <<<"$horovod_sha256  $work/horovod-$horovod_version.tar.gz"
-    tar -xzf "$work/horovod-$horovod_version.tar.gz" -C "$work"
-    cd "$work/horovod-$horovod_version"
-    # torch's headers need C++17 since 2.1; the release asks for 14.
-    sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 17/' CMakeLists.txt horovod/torch/CMakeLists.txt
-    export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
-    [[ -v HOROVOD_WITHOUT_MPI ]] || export HOROVOD_WITH_MPI=1
-    [[ -v HOROVOD_WITHOUT_GLOO ]] || export HOROVOD_WITH_GLOO=1
-    # CMake 4 refuses the bundled gloo, which asks for the behavior of 2.8.
-    export CMAKE_POLICY_VERSION_MINIMUM=${CMAKE_POLICY_VERSION_MINIMUM:-3.5}
-    # Horovod's own default is eight compilers at once, whatever the machine.
-    export MAKEFLAGS=${MAKEFLAGS:--j$(count_cores)}
-    "$python" -m pip wheel -v --no-cache-dir --no-deps --no-build-isolation -w "$work/wheel" .
-    # By rename, so that another setup.sh never sees half a wheel.
-    local wheel
-    wheel=$(basename "$work"/wheel/*.whl)
-    mv "$work/wheel/$wheel" "$into/.$wheel"
-    mv "$into/.$wheel" "$into/$wheel"
-}
+# Also "hva install-horovod"; here the wheel is kept, for other environments with the same torch and MPI.
+build_horovod() { "$python" "$horovod_builder" --wheel-into "$1"; }
 
 install_horovod() {
     local wheel=$1

@@ -26,7 +26,7 @@ LAUNCHERS: Final = ("horovodrun", "mpirun", "mpiexec", "orterun", "srun", "torch
 OPTIONS: Final = (
     ("compression", str, "SPEC", "how gradients are compressed, such as qsgd:bits=4"),
     ("planner", str, "SPEC", "what chooses each layer's level during training, such as lgreco"),
-    ("feedback", str, "SPEC", "what happens to what compression leaves out: ef, ef21, dgc or none"),
+    ("feedback", str, "SPEC", "what happens to what compression leaves out: ef, ef21, dgc, none"),
     (
         "scheme",
         str,
@@ -49,7 +49,7 @@ given. Rank 0 says in one line what was replaced, or why nothing was.
 examples:
   horovodrun -np 2 hva run --compression topk:density=0.01 -- python train.py --epochs 3
   mpirun -np 4 hva run --compression qsgd:bits=4 --scheme two_shot -- train.py
-  srun --mpi=pmix hva run --compression powersgd:rank=4 --telemetry runs/first -- python -m project.train
+  srun --mpi=pmix hva run --compression powersgd --telemetry runs/first -- python -m project.train
 """
 
 
@@ -102,11 +102,10 @@ def command_of(words: Sequence[str]) -> list[str]:
         ['python', 'train.py', '--epochs', '3']
         >>> command_of(["train.py"])[1:]
         ['train.py']
-        >>> command_of(["horovodrun", "-np", "2", "python", "train.py"])
+        >>> command_of(["srun", "python", "train.py"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: horovodrun starts the ranks, and this command runs in each: write 'horovodrun -np 2 \
-hva run [OPTIONS] -- python train.py'
+        ValueError: srun starts the ranks...: write 'srun hva run [OPTIONS] -- python train.py'
     """
     if not words:
         raise ValueError("which script? Write 'hva run [OPTIONS] -- python train.py'")

@@ -94,8 +94,9 @@ def repository(tmp_path: Path) -> Path:
     """A copy of what setup.sh reads, so that a failing set-up touches nothing of ours."""
     copy = tmp_path / "repository"
     shutil.copytree(LAUNCH, copy / "launch")
-    for name in ("setup.cfg", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy)
+    for name in ("setup.cfg", "pyproject.toml", "hvd_adaptive/commands/install_horovod.py"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
     return copy
 
 
@@ -300,9 +301,21 @@ class TestFetchData:
 class TestRun:
     def test_prints_a_plain_horovodrun_command(self) -> None:
         assert re.search(
-            r"horovodrun -np 2 python launch/train\.py --epochs 3$",
+            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?python launch/train\.py --epochs 3$",
             dry_run("-np", "2", "--epochs", "3"),
         )
+
+    @pytest.mark.parametrize(
+        ("version", "plain"), [("(Open MPI) 4.1.4", True), ("(Open MPI) 5.0.3", False)]
+    )
+    def test_lines_are_printed_without_the_rank_where_open_mpi_can_do_that(
+        self, tmp_path: Path, version: str, plain: bool
+    ) -> None:
+        mpirun = tmp_path / "mpirun"
+        mpirun.write_text(f'#!/bin/sh\necho "mpirun {version}"\n')
+        mpirun.chmod(0o755)
+        command = dry_run("-np", "2", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        assert (r"--mpi-args=-mca\ orte_tag_output\ 0 " in command) == plain
 
     def test_the_default_is_at_least_two_and_at_most_four_ranks(self) -> None:
         found = re.search(r"-np (\d+)", dry_run())
@@ -325,7 +338,8 @@ class TestRun:
             text=True,
         ).stdout
         assert re.fullmatch(
-            r"\d+\|-np\|2\|python\|launch/train\.py\|--name\|two words; and \$more\|", pasted
+            r"\d+\|-np\|2\|(--mpi-args=-mca orte_tag_output 0\|)?python\|launch/train\.py\|--name\|two words; and \$more\|",
+            pasted,
         )
 
     def test_from_another_folder_it_names_train_py_in_full(self, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def threads(facts: Facts) -> Finding | None:
         if rank.torch_threads > wanted:
             return Finding(
                 "slow",
-                f"{local} ranks of {rank.torch_threads} threads share {rank.cores} cores of {rank.host}",
+                f"{local} ranks of {rank.torch_threads} threads share {rank.cores} cores",
                 f"export OMP_NUM_THREADS={wanted} NUMBA_NUM_THREADS={wanted}",
             )
     return None
@@ -210,7 +210,7 @@ def kernel_folder(facts: Facts) -> Finding | None:
     bad = _first(facts, lambda rank: not rank.kernels)
     if bad is None:
         return None
-    what = f"rank {bad[0]} has no folder to keep compiled kernels in: it compiles them at every start"
+    what = f"rank {bad[0]} has no folder to keep compiled kernels in, and compiles at every start"
     return Finding("slow", what, "export NUMBA_CACHE_DIR=/a/folder/that/can/be/written")
 
 
@@ -257,8 +257,8 @@ def rings(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "slow",
-        f"{len(facts.topology.nodes)} hosts, and Open MPI's default algorithms, which take 1.5 times as "
-        "long over TCP",
+        f"{len(facts.topology.nodes)} hosts, and Open MPI's default algorithms, which take 1.5 times "
+        "as long over TCP",
         f"export {RINGS}=1 OMPI_MCA_coll_tuned_allreduce_algorithm=4 "
         "OMPI_MCA_coll_tuned_allgatherv_algorithm=3",
     )

@@ -1,0 +1,252 @@
+"""``hva install-horovod``: build Horovod against the torch that is installed.
+
+Horovod's last release does not compile against torch 2.1 or newer without a change, which is made here.
+Needs nothing but Python's standard library: ``launch/setup.sh`` runs this file before anything else is
+installed, as ``python install_horovod.py --wheel-into FOLDER``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+# The one place where Horovod's version is pinned.
+VERSION: Final = "0.28.1"
+SHA256: Final = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+BUILD_PACKAGES: Final = (
+    "setuptools>=64",
+    "wheel",
+    "cffi",
+    "cloudpickle",
+    "packaging",
+    "psutil",
+    "pyyaml",
+)
+TOOLS: Final = {
+    "mpicc": "libopenmpi-dev",
+    "mpirun": "openmpi-bin",
+    "g++": "g++",
+    "make": "make",
+    "cmake": "cmake",
+}
+"""Programs that a build needs, and Debian's packages that have them."""
+
+EPILOG: Final = """\
+Uses the MPI, compiler and CMake on PATH; on a cluster, load their modules first. Takes some minutes.
+Variables named HOROVOD_... are passed to the build: HOROVOD_GPU_OPERATIONS=NCCL for GPUs,
+HOROVOD_WITHOUT_MPI=1 for Gloo alone.
+
+examples:
+  hva install-horovod
+  HOROVOD_GPU_OPERATIONS=NCCL hva install-horovod --wheel-into wheels
+"""
+
+
+class BuildError(Exception):
+    """What went wrong, and what to do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = f"Build Horovod {VERSION} against the torch that is installed, and install it."
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--wheel-into", type=Path, metavar="FOLDER", help="only build a wheel, and leave it there"
+    )
+    parser.add_argument(
+        "--sdist", type=Path, metavar="FILE", help="Horovod's sources, if not from PyPI"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build, and install unless only a wheel is wanted."""
+    try:
+        check_environment(shutil.which, os.environ)
+        with tempfile.TemporaryDirectory() as folder:
+            into = options.wheel_into or Path(folder) / "wheel"
+            wheel = build(Path(folder), into, options.sdist)
+            if options.wheel_into is None:
+                install(wheel)
+    except BuildError as error:
+        print(f"hva install-horovod: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_environment(which: Callable[[str], str | None], environment: Mapping[str, str]) -> None:
+    """Find what is missing before minutes have passed.
+
+    Args:
+        which: finds a program.
+        environment: variables of the build.
+
+    Raises:
+        BuildError: torch or a tool is missing.
+    """
+    try:
+        importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise BuildError(
+            f"{sys.executable} has no torch: pip install torch, and run this again"
+        ) from None
+    without_mpi = "HOROVOD_WITHOUT_MPI" in environment
+    missing = {
+        tool: package
+        for tool, package in TOOLS.items()
+        if which(tool) is None and not (without_mpi and tool.startswith("mpi"))
+    }
+    if missing:
+        raise BuildError(
+            f"missing: {', '.join(missing)}. On a cluster, load the modules of an MPI, a C++ compiler "
+            f"and CMake; on Debian or Ubuntu: apt-get install {' '.join(missing.values())}; conda: "
+            "install -c conda-forge openmpi cxx-compiler cmake make"
+        )
+
+
+def build(work: Path, into: Path, sdist: Path | None = None) -> Path:
+    """Build a wheel.
+
+    Args:
+        work: an empty folder.
+        into: where the wheel is left; made first, because to find after minutes that it cannot be
+            written would be late.
+        sdist: Horovod's sources; None downloads them.
+
+    Raises:
+        BuildError: a step failed.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    _pip("install", *BUILD_PACKAGES)
+    source = unpack(sdist or _download(work), work)
+    patch(source)
+    # what pip builds of is the folder of sources alone: nothing of this process's folder comes along
+    built = work / "built"
+    command = [
+        "wheel",
+        "-v",
+        "--no-cache-dir",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(built),
+        ".",
+    ]
+    _pip(*command, cwd=source, environment=build_environment(os.environ))
+    [wheel] = built.glob("*.whl")
+    # by rename, so that nobody who looks there meanwhile sees half a wheel
+    hidden = into / f".{wheel.name}"
+    shutil.copyfile(wheel, hidden)
+    return hidden.rename(into / wheel.name)
+
+
+def unpack(sdist: Path, work: Path) -> Path:
+    """The folder of the sources, if they are Horovod's of this version.
+
+    Raises:
+        BuildError: they are not.
+    """
+    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise BuildError(f"{sdist} is not Horovod {VERSION}: its SHA-256 is {found}, not {SHA256}")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work)
+    return work / f"horovod-{VERSION}"
+
+
+def patch(source: Path) -> None:
+    """torch's headers need C++17 since 2.1; the release asks for 14."""
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        file = source / name
+        text = file.read_text(encoding="utf-8")
+        file.write_text(
+            re.sub("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17", text), encoding="utf-8"
+        )
+
+
+def build_environment(before: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the build; what is set already is left alone.
+
+    Args:
+        before: this process's.
+
+    Example:
+        >>> made = build_environment({"HOROVOD_WITHOUT_MPI": "1"})
+        >>> made["HOROVOD_WITH_GLOO"], "HOROVOD_WITH_MPI" in made
+        ('1', False)
+    """
+    always = {
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+    }
+    for name in ("MPI", "GLOO"):
+        if f"HOROVOD_WITHOUT_{name}" not in before:
+            always[f"HOROVOD_WITH_{name}"] = "1"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    unless_set = {
+        # CMake 4 refuses the bundled gloo, which asks for the behavior of 2.8
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        # Horovod's own default is eight compilers at once, whatever the machine
+        "MAKEFLAGS": f"-j{cores}",
+    }
+    return {**unless_set, **before, **always}
+
+
+def install(wheel: Path) -> None:
+    """Install a wheel, also where another build of the same version is installed.
+
+    Raises:
+        BuildError: it cannot be installed, or imported afterwards.
+    """
+    _pip("install", str(wheel))
+    _pip("install", "--force-reinstall", "--no-deps", str(wheel))
+    done = subprocess.run(
+        [sys.executable, "-c", "import horovod.torch as h; h.init"], cwd="/", check=False
+    )
+    if done.returncode != 0:
+        raise BuildError("Horovod was installed and cannot be imported: see 'hva doctor'")
+    print("Horovod is installed; 'hva doctor' shows whether ranks find each other")
+
+
+def _download(work: Path) -> Path:
+    _pip(
+        "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod",
+        "-d", str(work), f"horovod=={VERSION}",
+    )  # fmt: skip
+    return work / f"horovod-{VERSION}.tar.gz"
+
+
+def _pip(
+    *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> None:
+    command: Sequence[str] = [sys.executable, "-m", "pip", *arguments]
+    if subprocess.run(command, cwd=cwd, env=environment, check=False).returncode != 0:
+        raise BuildError(
+            f"'pip {arguments[0]}' failed, as it says above. Usual causes: no network, a compiler without "
+            "C++17, too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI"
+        )
+
+
+def main() -> int:
+    """As a program of its own."""
+    parser = argparse.ArgumentParser(
+        prog="install_horovod.py", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""``hva run``: scripts that know nothing of this package train with its optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_adaptive.commands import run
+from tests.commands.launching import HVA, SCRIPTS, TWO_RANKS, hva, start
+
+EXAMPLES = ("mnist", "synthetic_benchmark", "imagenet_resnet")
+ALL_OF_THEM = """
+import runpy, sys
+folder = sys.argv.pop(1)
+for name in sys.argv.pop(1).split(","):
+    sys.argv[1:] = ["--save", f"{folder}/{name}.pt"]
+    runpy.run_path(f"{name}.py", run_name="__main__")
+"""
+"""Several scripts in one launch, as stock Horovod runs them."""
+
+
+@pytest.fixture(autouse=True)
+def horovod() -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+
+
+def ranks(*words: str, **changes: str) -> tuple[int, str]:
+    """``hva run WORDS`` on two ranks: (exit status, all output)."""
+    done = start([*TWO_RANKS, *HVA, "run", *words], **changes)
+    return done.returncode, done.stdout + done.stderr
+
+
+def lines_of(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "hva run:" in line]
+
+
+# -------------------------------------------------------------------------------- scripts as they are
+
+
+@pytest.mark.distributed
+def test_unchanged_scripts_end_with_the_same_weights_as_with_stock_horovod(tmp_path: Path) -> None:
+    import torch
+
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    stock.mkdir()
+    ours.mkdir()
+    names = ",".join(EXAMPLES)
+    command = [sys.executable, "-c", ALL_OF_THEM]
+    done = start([*TWO_RANKS, *command, str(stock), names])
+    assert done.returncode == 0, done.stderr
+    status, said = ranks("--compression", "none", "--", *command, str(ours), names)
+    assert status == 0, said
+    line = "hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression none"
+    assert lines_of(said) == [line] * len(EXAMPLES)
+    for name in EXAMPLES:
+        expected, found = (torch.load(folder / f"{name}.pt") for folder in (stock, ours))
+        assert [*expected] == [*found]
+        assert all(torch.equal(expected[key], found[key]) for key in expected), name
+
+
+@pytest.mark.distributed
+def test_options_go_before_the_scripts_and_everything_else_is_passed_on(tmp_path: Path) -> None:
+    """The script reduces in fp16, and splits the averaging; telemetry shows what was done."""
+    status, said = ranks(
+        "--compression", "qsgd:bits=4", "--override", "conv*=fp16", "--telemetry", str(tmp_path / "logs"),
+        "--scheme", "two_shot", "--", "mnist.py",
+        "--epochs", "2", "--fp16-allreduce", "--gradient-predivide-factor", "2",
+    )  # fmt: skip
+    assert status == 0, said
+    [line] = lines_of(said)
+    assert "compression qsgd:bits=4" in line
+    assert "scheme two_shot" in line
+    assert "(in the place of the script's fp16)" in line
+    accuracy = float(re.findall(r"accuracy ([\d.]+)", said)[-1])
+    assert accuracy > 0.8
+    logged = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*.jsonl"))
+    assert "qsgd" in logged
+
+
+@pytest.mark.distributed
+def test_a_wrong_spec_is_refused_by_one_line_that_names_the_known_ones() -> None:
+    status, said = ranks("--compression", "topkk", "--", "mnist.py")
+    assert status == 2
+    [line] = lines_of(said)
+    assert "topkk" in line
+    assert "topk" in line.replace("topkk", "")
+    assert "Traceback" not in said
+
+
+@pytest.mark.distributed
+def test_adasum_is_refused_with_compression() -> None:
+    status, said = ranks("--compression", "fp16", "--", "mnist.py", "--use-adasum")
+    assert status == 2
+    [line] = lines_of(said)
+    assert "op=Adasum combines whole gradients" in line
+
+
+# ------------------------------------------------------------------------------ what one process shows
+
+
+PROGRAM = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv, "main": __name__, "path": os.environ.get("PYTHONPATH"),
+    "left": "HVA_RUN" in os.environ, "hidden": os.environ.get("HIDDEN"),
+}))
+"""
+
+
+def test_the_script_starts_as_without_the_command(tmp_path: Path) -> None:
+    """Same arguments, same environment; a sitecustomize that was hidden is imported, too."""
+    script, hidden = tmp_path / "script.py", tmp_path / "hidden"
+    script.write_text(PROGRAM)
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN'] = 'found'\n")
+    path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{hidden}".lstrip(os.pathsep)
+    done = hva("run", "--", "python", "-u", str(script), "--compression", "x", "--", "y", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "argv": [str(script), "--compression", "x", "--", "y"], "main": "__main__", "path": path,
+        "left": False, "hidden": "found",
+    }  # fmt: skip
+    assert done.stderr == "hva run: replaced nothing: the script did not import horovod.torch\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import horovod.torch", "imported horovod.torch and did not call hvd.DistributedOptimizer"),
+        (
+            "import torch, horovod.torch as hvd, hvd_adaptive as hva\nhvd.init()\nm = torch.nn.Linear(2, 2)\n"
+            "hva.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=1))",
+            "calls hvd_adaptive.DistributedOptimizer itself",
+        ),
+    ],
+)
+def test_why_nothing_was_replaced_is_said_by_rank_0(program: str, why: str) -> None:
+    done = hva("run", "--", "python", "-c", program)
+    assert done.returncode == 0, done.stderr
+    [line] = lines_of(done.stderr)
+    assert why in line
+    assert lines_of(hva("run", "--", "python", "-c", "", PMIX_RANK="1").stderr) == []
+
+
+def test_one_rank_is_told_that_it_sends_nothing() -> None:
+    done = hva("run", "--", "mnist.py", "--epochs", "0", "--fp16-allreduce")
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stderr) == [
+        "hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression fp16; one rank sends nothing: "
+        "start it with horovodrun, mpirun or srun"
+    ]
+
+
+def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
+    """Not stock Horovod without a word."""
+    for name in ("horovod", "horovod/torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -P "$@"\n')
+    other.chmod(other.stat().st_mode | stat.S_IXUSR)
+    program = "import sys\nsys.modules['hvd_adaptive'] = None\nimport horovod.torch"
+    done = hva("run", "--", str(other), "-c", program)
+    assert done.returncode == 2
+    assert "cannot import hvd_adaptive" in lines_of(done.stderr)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which script? Write 'hva run [OPTIONS] -- python train.py'"),
+        (["--"], "which script?"),
+        (["--compresion", "fp16", "--", "train.py"], "--compresion is no option of this command"),
+        (["--dense-steps", "many", "--", "train.py"], "argument --dense-steps: invalid int value: 'many'"),
+        (["--override", "conv*", "--", "train.py"], "write PATTERN=SPEC, such as '*.bias=none'"),
+        (["--niceness", "20", "--", "train.py"], "argument --niceness: invalid choice"),
+        (
+            ["--", "horovodrun", "-np", "2", "python", "train.py"],
+            "write 'horovodrun -np 2 hva run [OPTIONS] -- python train.py'",
+        ),
+        (["--", "python", "-E", "train.py"], "Python's -E ignores PYTHONPATH"),
+        (["--", "pyhton", "train.py"], "there is no command 'pyhton'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_refused_with_what_to_write(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hvd_adaptive.commands import run_command
+
+    try:
+        status = run_command("run", words)
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_options_are_arguments_of_the_optimizer() -> None:
+    import inspect
+
+    from hvd_adaptive import DistributedOptimizer
+
+    known = inspect.signature(DistributedOptimizer).parameters
+    assert {name for name, *_ in run.OPTIONS} <= {*known}
+
+
+def test_scripts_know_nothing_of_this_package() -> None:
+    for script in SCRIPTS.glob("*.py"):
+        assert "import hvd_adaptive" not in script.read_text()
