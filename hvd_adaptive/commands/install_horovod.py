@@ -234,8 +234,8 @@ def _pip(
     command: Sequence[str] = [sys.executable, "-m", "pip", *arguments]
     if subprocess.run(command, cwd=cwd, env=environment, check=False).returncode != 0:
         raise BuildError(
-            f"'pip {arguments[0]}' failed, as it says above. Usual causes: no network, a compiler without "
-            "C++17, too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI"
+            f"'pip {arguments[0]}' failed, as it says above. Usual causes: no network, a compiler "
+            "without C++17, too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI"
         )
 
 

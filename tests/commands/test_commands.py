@@ -28,9 +28,7 @@ def test_every_command_is_listed_with_its_summary(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_command(name, ["--help"])
     assert ended.value.code == 0

@@ -338,7 +338,8 @@ class TestRun:
             text=True,
         ).stdout
         assert re.fullmatch(
-            r"\d+\|-np\|2\|(--mpi-args=-mca orte_tag_output 0\|)?python\|launch/train\.py\|--name\|two words; and \$more\|",
+            r"\d+\|-np\|2\|(--mpi-args=-mca orte_tag_output 0\|)?"
+            r"python\|launch/train\.py\|--name\|two words; and \$more\|",
             pasted,
         )
 
