@@ -40,7 +40,7 @@ def name_of(page: Path) -> str:
 
 
 INLINE = re.compile(
-    r"`((?:[A-Z_]+=\S+ )*(?:sudo -E )?(?:launch/|benchmarks/|python |horovodrun )[^`]* [^`]+)`"
+    r"`((?:[A-Z_]+=\S+ )*(?:sudo -E )?(?:launch/|benchmarks/|python |horovodrun |hva )[^`]* [^`]+)`"
 )
 
 

@@ -326,7 +326,9 @@ def check_sbatch(words: list[str]) -> None:
 
 def check_launcher(words: list[str]) -> None:
     """horovodrun or mpirun: what it starts."""
-    if "python" in words:
+    if "hva" in words:
+        check_hva(words[words.index("hva") + 1 :])
+    elif "python" in words:
         check_python(words[words.index("python") + 1 :])
 
 
@@ -349,7 +351,27 @@ def check_shell_script(script: str, words: list[str]) -> None:
             assert list((ROOT / script).parent.glob(f"*/{word}.py")), word
 
 
+def check_hva(words: list[str]) -> None:
+    """The command's name and options, and what ``hva run`` would start."""
+    from hvd_adaptive.commands import COMMANDS, parse_command
+    from hvd_adaptive.commands.run import command_of
+
+    if words[0] == "--help":
+        return
+    assert words[0] in COMMANDS, words[0]
+    if words == ["run"]:  # its name, in a sentence
+        return
+    try:
+        _, options = parse_command(words[0], words[1:])
+    except SystemExit as ended:
+        pytest.fail(f"hva refuses {words}: status {ended.code}")
+    if words[0] == "run":
+        started = command_of([word for word in options.command if word != "--"])
+        check_python(started[1:])
+
+
 CHECKS = {
+    "hva": check_hva,
     "python": check_python,
     "launch/run.sh": check_run,
     "launch/train.py": train_options,
@@ -394,6 +416,9 @@ def test_a_command_line_in_a_page_is_one(
         "benchmarks/run_all.sh nothing",
         "python -m benchmarks.accuracy.virtual_training --virtual-ranks 4 --stepss 3",
         "python -m hvd_adaptive.nothing",
+        "hva docter",
+        "hva doctor --jsn",
+        "horovodrun -np 2 hva run --compresion fp16 -- python train.py",
         "sbatch launch/slurm/nothing.sbatch",
         "sbatch launch/slurm/train.sbatch --presett lstm-sotu",
         "horovodrun -np 2 python launch/train.py --densitty 1",

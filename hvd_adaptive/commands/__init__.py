@@ -12,6 +12,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Final
 
 import hvd_adaptive
@@ -58,6 +59,20 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
         name: a key of :data:`COMMANDS`.
         words: its arguments; None takes those of this process.
     """
+    module, options = parse_command(name, words)
+    status: int = module.run(options)
+    return status
+
+
+def parse_command(
+    name: str, words: Sequence[str] | None = None
+) -> tuple[ModuleType, argparse.Namespace]:
+    """A command's module and its options; ends the process with status 2 where they are wrong.
+
+    Args:
+        name: a key of :data:`COMMANDS`.
+        words: its arguments; None takes those of this process.
+    """
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(
         prog=f"hva {name}",
@@ -65,8 +80,7 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    status: int = module.run(parser.parse_args(words))
-    return status
+    return module, parser.parse_args(words)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from hvd_adaptive.commands import run
 from hvd_adaptive.commands.bootstrap import sitecustomize
 from tests.commands.launching import HVA, SCRIPTS, TWO_RANKS, hva, start
+from tests.harness.rank_launcher import ROOT
 
 EXAMPLES = ("mnist", "synthetic_benchmark", "imagenet_resnet")
 ALL_OF_THEM = """
@@ -104,7 +104,7 @@ def test_the_script_starts_as_without_the_command(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN'] = 'found'\n")
-    path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{hidden}".lstrip(os.pathsep)
+    path = os.pathsep.join([str(ROOT), str(hidden)])
     done = hva(
         "run", "--", "python", "-u", str(script), "--compression", "x", "--", "y", PYTHONPATH=path
     )
@@ -164,8 +164,8 @@ def test_one_rank_is_told_that_it_sends_nothing() -> None:
     done = hva("run", "--", "mnist.py", "--epochs", "0", "--fp16-allreduce")
     assert done.returncode == 0, done.stderr
     assert lines_of(done.stderr) == [
-        "hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression fp16; one rank sends nothing: "
-        "start it with horovodrun, mpirun or srun"
+        "hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression fp16; one rank sends "
+        "nothing: start it with horovodrun, mpirun or srun"
     ]
 
 
@@ -175,10 +175,11 @@ def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     other = tmp_path / "python"
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} -P "$@"\n')
-    other.chmod(other.stat().st_mode | stat.S_IXUSR)
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
     program = "import sys\nsys.modules['hvd_adaptive'] = None\nimport horovod.torch"
-    done = hva("run", "--", str(other), "-c", program)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = hva("run", "--", str(other), "-c", program, PYTHONPATH=path)
     assert done.returncode == 2
     assert "cannot import hvd_adaptive" in lines_of(done.stderr)[0]
 
