@@ -25,7 +25,7 @@ def install(hvd: ModuleType, settings: Mapping[str, Any], replaced: list[str]) -
         hvd: the module ``horovod.torch``, just loaded.
         settings: ``arguments`` of :func:`hvd_adaptive.DistributedOptimizer` that go before the
             script's; ``niceness`` of :func:`hvd_adaptive.init`, or None.
-        replaced: gets an item for each optimizer that was replaced.
+        replaced: gets a line for each call of the script, also one that was refused.
     """
     arguments: dict[str, Any] = dict(settings["arguments"])
     wrap = _Wrapping(hvd, arguments, replaced)
@@ -58,7 +58,7 @@ class _Wrapping:
     Args:
         hvd: the module ``horovod.torch``.
         arguments: those that go before the script's.
-        replaced: gets an item for each call.
+        replaced: gets a line for each call.
     """
 
     def __init__(self, hvd: ModuleType, arguments: dict[str, Any], replaced: list[str]) -> None:
@@ -79,15 +79,15 @@ class _Wrapping:
 
     def _wrap(self, given: dict[str, Any]) -> Any:
         if given.get("op") == self._hvd.Adasum and self._is_plain(given):
-            self._say(given, "left op=hvd.Adasum to Horovod, whose gradients cannot be compressed")
+            self._say("left op=hvd.Adasum to Horovod, whose gradients cannot be compressed")
             return self._stock(**given)
         try:
             optimizer = DistributedOptimizer(**{**given, **self._arguments})
         except ValueError as error:
             # it judges its arguments on all ranks together, so all of them end here
-            self._print(str(error))
+            self._say(str(error))
             raise SystemExit(2) from None
-        self._say(given, f"hvd.DistributedOptimizer is hvd_adaptive's: {self._description(given)}")
+        self._say(f"hvd.DistributedOptimizer is hvd_adaptive's: {self._description(given)}")
         return optimizer
 
     def _is_plain(self, given: Mapping[str, Any]) -> bool:
@@ -106,11 +106,9 @@ class _Wrapping:
             text += "; one rank sends nothing: start it with horovodrun, mpirun or srun"
         return text
 
-    def _say(self, given: Mapping[str, Any], text: str) -> None:
+    def _say(self, text: str) -> None:
+        """A line of rank 0, which is then the last word: nothing is said of what was not replaced."""
         self._replaced.append(text)
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         if self._hvd.rank() == 0:
             print(f"hva run: {text}", file=sys.stderr, flush=True)
 

@@ -189,7 +189,7 @@ def test_a_python_without_this_package_says_so(tmp_path: Path) -> None:
     [
         ([], "which script? Write 'hva run [OPTIONS] -- python train.py'"),
         (["--"], "which script?"),
-        (["--compresion", "fp16", "--", "train.py"], "--compresion is no option of this command"),
+        (["--compresion", "fp16", "--", "train.py"], "unrecognized arguments: --compresion"),
         (
             ["--dense-steps", "many", "--", "train.py"],
             "argument --dense-steps: invalid int value: 'many'",

@@ -34,7 +34,7 @@ class Substitutes(MetaPathFinder, Loader):
         self._settings = settings
         self._loader: Loader | None = None
         self.replaced: list[str] = []
-        """What was replaced; filled in by what replaces it."""
+        """What was said of the calls that were replaced; filled in by what replaces them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
