@@ -1,0 +1,89 @@
+"""``hva install-horovod``, short of the minutes of a build: launch/setup.sh builds by the same file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hvd_adaptive.commands import install_horovod
+from hvd_adaptive.commands.install_horovod import BuildError
+from tests.commands.launching import hva
+from tests.harness.rank_launcher import ROOT
+
+FILES = {
+    "CMakeLists.txt": "project(horovod)\nset(CMAKE_CXX_STANDARD 14)\n",
+    "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\n",
+}
+
+
+@pytest.fixture
+def sdist(tmp_path: Path) -> Path:
+    """What looks like Horovod's sources."""
+    file = tmp_path / "horovod.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        for name, text in FILES.items():
+            member = tarfile.TarInfo(f"horovod-{install_horovod.VERSION}/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return file
+
+
+def test_sources_are_unpacked_and_patched_to_the_standard_of_torch(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install_horovod, "SHA256", hashlib.sha256(sdist.read_bytes()).hexdigest())
+    source = install_horovod.unpack(sdist, tmp_path)
+    install_horovod.patch(source)
+    for name, text in FILES.items():
+        patched = text.replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17")
+        assert (source / name).read_text() == patched != text
+
+
+def test_other_sources_are_refused(sdist: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"is not Horovod 0\.28\.1: its SHA-256 is"):
+        install_horovod.unpack(sdist, tmp_path)
+    assert not (tmp_path / f"horovod-{install_horovod.VERSION}").exists()
+
+
+def test_missing_tools_are_named_with_where_they_come_from() -> None:
+    def which(tool: str) -> str | None:
+        return None if tool in ("mpicc", "cmake") else f"/usr/bin/{tool}"
+
+    with pytest.raises(BuildError, match="missing: mpicc, cmake") as caught:
+        install_horovod.check_environment(which, {})
+    assert "apt-get install libopenmpi-dev cmake" in str(caught.value)
+    with pytest.raises(BuildError, match=r"missing: cmake\. "):
+        install_horovod.check_environment(which, {"HOROVOD_WITHOUT_MPI": "1"})
+
+
+def test_what_the_user_set_is_left_alone() -> None:
+    made = install_horovod.build_environment({"MAKEFLAGS": "-j3", "HOROVOD_GPU_OPERATIONS": "NCCL"})
+    assert (made["MAKEFLAGS"], made["HOROVOD_GPU_OPERATIONS"]) == ("-j3", "NCCL")
+    assert made["HOROVOD_WITH_MPI"] == made["HOROVOD_WITH_GLOO"] == made["HOROVOD_WITH_PYTORCH"] == "1"
+
+
+def test_an_empty_path_ends_with_status_1_and_a_remedy(tmp_path: Path) -> None:
+    done = hva("install-horovod", "--wheel-into", str(tmp_path), PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "hva install-horovod: missing: mpicc, mpirun, g++, make, cmake. On a cluster" in done.stderr
+
+
+def test_setup_runs_the_same_file_before_anything_is_installed() -> None:
+    found = re.search(
+        r"^horovod_builder=\$root/(\S+)$", (ROOT / "launch" / "setup.sh").read_text(), re.M
+    )
+    assert found is not None
+    file = str(ROOT / found[1])
+    # without site-packages
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", file, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--wheel-into" in done.stdout
