@@ -20,6 +20,8 @@ import hvd_adaptive
 COMMANDS: Final = {
     "run": "train an unchanged Horovod script with compressed gradients",
     "doctor": "report versions, hosts and links, and what would make training fail or slow",
+    "report": "write one HTML page about one or several training runs",
+    "trace": "merge traces of ranks, and Horovod's timeline, into one file",
     "install-horovod": "build Horovod against the torch that is installed",
     "precompile": "compile every kernel into Numba's cache",
 }

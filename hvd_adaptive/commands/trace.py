@@ -22,6 +22,8 @@ __all__ = ["add_arguments", "main", "run", "write"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    parser.description = "Merge traces of ranks, and Horovod's timeline, into one file."
+    parser.epilog = "example:\n  hva trace merged.json runs/first/trace.rank0.json timeline.json"
     parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="traces, of any of the kinds"

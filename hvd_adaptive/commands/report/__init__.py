@@ -23,6 +23,8 @@ _PAGE = "report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    parser.description = "Write one HTML page about one or several training runs."
+    parser.epilog = "example:\n  hva report runs/first runs/second --out comparison.html"
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder that holds a telemetry.jsonl (logdir)"
     )
