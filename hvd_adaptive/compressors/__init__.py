@@ -90,7 +90,7 @@ def parse(spec: str | Compressor | type[Compressor]) -> Compressor:
         >>> parse("topk:kind=exact")
         Traceback (most recent call last):
         ...
-        ValueError: topk has no option 'kind': its options are density, values
+        ValueError: topk has no option 'kind': its options are density, values, levels
     """
     if isinstance(spec, Compressor):
         return spec
