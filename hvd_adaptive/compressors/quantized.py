@@ -140,8 +140,13 @@ class Quantizer(GatheredCompressor):
         )
 
     def reduce_layers_(self, bodies: Sequence[Tensor], batch: LayerBatch, keeps: bool) -> Reduced:
-        """Sum and quantize block by block, in one pass; rotated layers in two."""
-        if self.rotate != "none" or batch.dithers is not None:
+        """Sum and quantize block by block, in one pass; rotated layers in two.
+
+        Packed codes with something kept take two passes as well, which were measured to be faster: one
+        pass writes down what was kept before, and where codes are packed that costs what it saves.
+        """
+        packed = keeps and not self.entropy_coded
+        if packed or self.rotate != "none" or batch.dithers is not None:
             return super().reduce_layers_(bodies, batch, keeps)
         x, encoding = batch.x, self._encoding(batch)
         received = [ReceivedBody(body, *self._placed(body)) for body in bodies]
