@@ -174,6 +174,7 @@ def sensitivity() -> str:
         metric: [mean_of(found["correlations"][metric]["at levels"]) for found in models.values()]
         for metric in METRICS
     }
+    always = [f"`{m}`" for m, found in overall.items() if all((each or 0.0) > 0 for each in found)]
     stops = ", ".join(map(str, figures["after steps"]))
     return section(
         "Sensitivity of the loss",
@@ -190,7 +191,8 @@ def sensitivity() -> str:
                 f"`{metric}` {span((each for each in found if each is not None), '+.2f')}"
                 for metric, found in overall.items()
             )
-            + f", over {len(models)} models (L-GreCo's section 5.4 finds a high one for its metric).",
+            + f", over {len(models)} models (L-GreCo's section 5.4 finds a high one for its metric). Above 0 "
+            f"in all of them: {', '.join(always) or 'none'}.",
             of_rows([[*row] for row in level_rows(models, figures["levels"])], ("model",)),
         ),
         (
