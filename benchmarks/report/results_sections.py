@@ -191,8 +191,8 @@ def sensitivity() -> str:
                 f"`{metric}` {span((each for each in found if each is not None), '+.2f')}"
                 for metric, found in overall.items()
             )
-            + f", over {len(models)} models (L-GreCo's section 5.4 finds a high one for its metric). Above 0 "
-            f"in all of them: {', '.join(always) or 'none'}.",
+            + f", over {len(models)} models (L-GreCo's section 5.4 finds a high one for its metric). "
+            f"Above 0 in all of them: {', '.join(always) or 'none'}.",
             of_rows([[*row] for row in level_rows(models, figures["levels"])], ("model",)),
         ),
         (
