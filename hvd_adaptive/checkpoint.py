@@ -42,7 +42,7 @@ from torch import Tensor
 
 from hvd_adaptive import feedback
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
-from hvd_adaptive.adaptation.sampling import SKETCH, measured_numbers
+from hvd_adaptive.adaptation.sampling import SKETCH, measured_numbers, preconditions
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
 from hvd_adaptive.config import CompressionConfig
@@ -385,11 +385,12 @@ _PILOT = _record(
     message=_maybe(_message),
     table=_maybe(_table),
     sampled=_count,
-    # of each layer: sums, of how many gradients, and their sum where they are accumulated; the sum of
-    # the period's gradients, and how many these are
+    # of each layer: sums, of how many gradients and how many sizes, and the gradients' sum where they
+    # are accumulated; the sum of the period's gradients, and how many these are
     measured=_by_name(
         _row(
             _list_of(_number),
+            _count,
             _count,
             _maybe(_values([torch.float32])),
             _maybe(_values([torch.float32])),
@@ -607,7 +608,7 @@ def _check_names(
     tensors += [
         (f"controller['measured'][{name!r}][{place}]", name, row[place])
         for name, row in controller["measured"].items()
-        for place in (2, 3)
+        for place in (3, 4)
         if row[place] is not None
     ]
     for path, name, tensor in tensors:
@@ -661,7 +662,7 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
             raise _refused(
                 f"controller['measured'][{name!r}][0]",
                 f"must have {_measured(candidates, run.recipe)} numbers, for the candidates of this "
-                "run: resume with the same compression and candidates",
+                "run: resume with the same compression, candidates and metric",
             )
     total = sum(_measured(candidates, run.recipe) for candidates in rows.values())
     if Measurement.PERIOD_ENERGY in run.recipe.planner(run.ranks).needs:
@@ -723,7 +724,8 @@ def _candidates(run: Run, layer: Layer) -> tuple[Candidate, ...]:
 
 def _measured(candidates: Sequence[Candidate], recipe: Recipe) -> int:
     """How many numbers are measured of a layer for a planner."""
-    return measured_numbers(candidates, Measurement.SIGNALS in recipe.planner().needs)
+    signals = Measurement.SIGNALS in recipe.planner().needs
+    return measured_numbers(candidates, signals, preconditions(recipe))
 
 
 def _check_planner(controller: Mapping[str, Any], recipe: Recipe, ranks: int) -> None:

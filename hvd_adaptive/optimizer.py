@@ -511,7 +511,7 @@ def _wrap(
     if isinstance(reducer, ElasticReducer):
         follow(cls)
     alive = weakref.ref(wrapped)
-    reducer.set_param_groups(lambda: _groups_of(alive()))
+    reducer.set_param_groups(lambda: _groups_of(alive()), lambda: _state_of(alive()))
     weakref.finalize(wrapped, reducer.close)
     result: torch.optim.Optimizer = wrapped
     return result
@@ -519,6 +519,12 @@ def _wrap(
 
 def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     return [] if optimizer is None else optimizer.param_groups
+
+
+def _state_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Parameter, Mapping[str, Any]]:
+    # not of all torch optimizers' keys is known that they are parameters
+    state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    return state
 
 
 _NOT_METHODS = ("__dict__", "__weakref__", "__annotations__", "__doc__")

@@ -196,8 +196,8 @@ def bytes_of(row: Row, sampled: Sequence[Gradients]) -> list[float]:
 
 
 def planned(table: CandidateTable) -> Int64s:
-    """What ``planner="lgreco"`` chooses."""
-    return parse("lgreco").planner().plan(PlanningInput(0, table)).levels
+    """What ``planner="lgreco:metric=squared"`` chooses."""
+    return parse("lgreco:metric=squared").planner().plan(PlanningInput(0, table)).levels
 
 
 def compress(

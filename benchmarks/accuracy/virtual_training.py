@@ -59,6 +59,7 @@ def train(preset: Preset, ranks: int, steps: int, mbit: float = 1000.0) -> dict[
         seed=options.seed,
         param_groups=lambda: preset.rule.param_groups,
         link=LinkCosts(2e-4, 2e-4, 8e-6 / mbit, 8e-6 / mbit),
+        optimizer_state=lambda: preset.rule.state,
     )
     virtual.set_horizon(steps)
     losses, payloads = [], []

@@ -173,7 +173,13 @@ def work(options: argparse.Namespace) -> None:
     preset = prepare(QUICK if options.quick else JOB)
     # errors, which trials do not use but every plan waits for, are measured once a trial
     length = SETTLING + options.steps
-    recipe = RecordedLGreCoTime(trials=options.plans, trial_steps=length, period=8 * length)
+    recipe = RecordedLGreCoTime(
+        trials=options.plans,
+        trial_steps=length,
+        trial_plans="levels",
+        period=8 * length,
+        accumulate=False,
+    )
     optimizer: Any = hva.DistributedOptimizer(
         preset.rule,
         named_parameters=preset.model.named_parameters(),
@@ -241,6 +247,8 @@ def fit(rows: Rows) -> dict[str, Any]:
     ]
     for place, bucket in enumerate(varied):
         buckets[bucket]["seconds a MB"] = 1e6 * float(costs.coefficients[place])
+        if np.isfinite(costs.errors[place]):
+            buckets[bucket]["standard error"] = 1e6 * float(costs.errors[place])
         if going_on is not None:
             buckets[bucket]["online"] = 1e6 * float(going_on.coefficients[place])
     return {
@@ -274,7 +282,7 @@ def _left_out(nbytes: np.ndarray, seconds: np.ndarray) -> float | None:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the coefficients and what they explain."""
-    keys = ("bytes", "least to most", "seconds a MB", "online")
+    keys = ("bytes", "least to most", "seconds a MB", "standard error", "online")
     lines: list[Sequence[object]] = [
         [f"bucket {index}", *(row.get(key, "-") for key in keys)]
         for index, row in enumerate(figures["buckets"])

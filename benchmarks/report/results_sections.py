@@ -163,6 +163,48 @@ def allocation() -> str:
     )
 
 
+def sensitivity() -> str:
+    """Correlations of each metric of L-GreCo with what compression does to the loss."""
+    from benchmarks.accuracy.sensitivity import layer_rows, level_rows, mean_of
+    from hvd_adaptive.planning.metrics import METRICS
+
+    figures = load("sensitivity")
+    models = figures["models"]
+    overall = {
+        metric: [mean_of(found["correlations"][metric]["at levels"]) for found in models.values()]
+        for metric in METRICS
+    }
+    always = [f"`{m}`" for m, found in overall.items() if all((each or 0.0) > 0 for each in found)]
+    stops = ", ".join(map(str, figures["after steps"]))
+    return section(
+        "Sensitivity of the loss",
+        f"{figures['repeats']} short runs of {figures['steps']} steps from checkpoints after {stops} "
+        "steps, in which one layer's gradients alone are compressed with `topk`, at some densities; "
+        "Pearson's correlation of the rise of the loss with each metric of planner `lgreco`, mean of "
+        "the checkpoints. SGD has no second moments: there those count that Adam would have. "
+        f"{source('sensitivity', figures)}",
+        (
+            "Over the layers",
+            "Does a metric rank the layers as the loss does, at equal density?",
+            "Mean correlation: "
+            + "; ".join(
+                f"`{metric}` {span((each for each in found if each is not None), '+.2f')}"
+                for metric, found in overall.items()
+            )
+            + f", over {len(models)} models (L-GreCo's section 5.4 finds a high one for its metric). "
+            f"Above 0 in all of them: {', '.join(always) or 'none'}.",
+            of_rows([[*row] for row in level_rows(models, figures["levels"])], ("model",)),
+        ),
+        (
+            "Layer by layer",
+            "Does a layer's metric rise with the loss as its density falls?",
+            "Within a layer `relative` is `squared` in another unit. The loss is that of a density of "
+            f"{figures['levels'][-1]:g}, less that without compression.",
+            of_rows([[*row] for row in layer_rows(models)], ("model",)),
+        ),
+    )
+
+
 def aggregate_error() -> str:
     """What shared random numbers and rotation take off the error of the mean."""
     figures = load("aggregate_error")
@@ -750,6 +792,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "wire": wire,
     "planner": planner,
     "allocation": allocation,
+    "sensitivity": sensitivity,
     "aggregate_error": aggregate_error,
     "bucket_costs": bucket_costs,
     "planning_cost": planning_cost,

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from hvd_adaptive.adaptation.messages import Votes
+from hvd_adaptive.adaptation.preconditioning import SecondMoment
 from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.compressors.base import Compressor, Level
@@ -72,6 +73,9 @@ class Controller(Protocol):
 
     def assignments(self) -> dict[str, Assignment]:
         """What the last plan gives to every layer."""
+
+    def use_second_moments(self, of: Callable[[Layer], SecondMoment | None]) -> None:
+        """Look the optimizer's second moment of a layer up by this."""
 
     def observes(self, step: int) -> bool:
         """Whether :meth:`observe` wants to see the layers of this step."""
@@ -146,6 +150,9 @@ class NullController:
     def assignments(self) -> dict[str, Assignment]:
         """None."""
         return {}
+
+    def use_second_moments(self, of: Callable[[Layer], SecondMoment | None]) -> None:
+        """Nothing is looked up."""
 
     def observes(self, step: int) -> bool:
         """Never."""

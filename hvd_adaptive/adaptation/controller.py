@@ -33,11 +33,13 @@ from hvd_adaptive.adaptation.messages import (
     from_json,
 )
 from hvd_adaptive.adaptation.outlook import Outlook
+from hvd_adaptive.adaptation.preconditioning import SecondMoment
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
 from hvd_adaptive.adaptation.timing import (
     CollectiveTiming,
     local_measurements,
     rank_times,
+    with_sync_seconds,
     with_transfers,
 )
 from hvd_adaptive.adaptation.worker import PlannerWorker
@@ -51,7 +53,6 @@ from hvd_adaptive.planning import (
     CandidateTable,
     Decision,
     Measurement,
-    PlanningInput,
     Recipe,
     StepMeasurements,
 )
@@ -160,9 +161,9 @@ class AdaptationController:
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
-        asked, signals = self.recipe.candidate_factors(), self._sampler.signals
+        asked, twice = self.recipe.candidate_factors(), self._sampler.measures_beyond
         rows = [
-            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked, signals)
+            LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked, *twice)
             for row in layers
         ]
         check_ranges(self.recipe, rows)
@@ -190,6 +191,10 @@ class AdaptationController:
         return given
 
     # --- measuring --------------------------------------------------------------------------------
+
+    def use_second_moments(self, of: Callable[[Layer], SecondMoment | None]) -> None:
+        """Look the optimizer's second moment of a layer up by this."""
+        self._sampler.second_moment = of
 
     @property
     def exact(self) -> bool:
@@ -243,6 +248,10 @@ class AdaptationController:
             least = self._channel.least(rank_times(facts.compute_seconds, timings))
             traffic = [timing.traffic for timing in timings]
             completions.append(lambda facts: with_transfers(facts, traffic, least()))
+        if Measurement.BUCKETS in self._needs:
+            span = np.array([np.inf if facts.sync_seconds is None else facts.sync_seconds])
+            fastest = self._channel.least(span)
+            completions.append(lambda facts: with_sync_seconds(facts, fastest()))
         if self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND} and not self._decided:
             facts = replace(facts, seconds=None)  # of a factor that nobody chose
         self._facts = (replace(facts, factor=self._factor), completions)
@@ -286,27 +295,18 @@ class AdaptationController:
     def _plan(self, step: int, measured: Float64s) -> DecisionMessage:
         """The decision for all ranks, and what is expected of it."""
         start = perf_counter()
-        everyone = np.atleast_2d(measured)
-        averages: Float64s = everyone.mean(axis=0)
-        mean = self._sampler.table(averages)
         if Measurement.PERIOD_ENERGY in self._needs:
-            energy, steps = self._sampler.period(averages)
+            energy, steps = self._sampler.period(np.atleast_2d(measured).mean(axis=0))
             period = StepMeasurements(step, period_energy=energy, period_steps=steps)
             self._worker.planner.observe(period)
-        # of as many ranks as there are now: a run may have been resumed with others
-        own = (
-            [self._sampler.table(each) for each in everyone] if len(everyone) == self._ranks > 1 else []
-        )
         buckets = np.array([self._buckets[name] for name in self._sampler.rows], dtype=np.int64)
-        tables = tuple(table for table, _ in own)
         planner = self._worker.planner
-        signals, costs = self._sampler.signals_of(averages), self._outlook.costs
-        decision = planner.plan(
-            PlanningInput(step, mean[0], buckets, self._other_bytes, tables, signals, costs)
-        )
-        seen, choices = (own, decision.own) if decision.own else ([mean], (decision.levels,))
-        if Measurement.ERRORS not in self._needs:
-            seen = [(table, np.zeros(0)) for table, _ in seen]
+        facts = self._sampler.planning_input(step, measured, buckets, self._other_bytes)
+        decision = planner.plan(replace(facts, costs=self._outlook.costs))
+        tables = facts.own if decision.own else (facts.table,)
+        choices = decision.own or (decision.levels,)
+        measured_errors = Measurement.ERRORS in self._needs
+        seen = [(table, table.energies if measured_errors else np.zeros(0)) for table in tables]
         message = _message(decision, seen, choices, planner.factors, perf_counter() - start)
         return replace(message, changed=not self._decided or message.levels != self._last_decision)
 
@@ -516,7 +516,7 @@ def _message(
 
 
 def _errors_at(table: CandidateTable, choice: Int64s) -> tuple[float, ...]:
-    """Error of every layer; a dense one has none."""
+    """Squared error of every layer; a dense one has none."""
     return tuple(
         0.0 if index == DENSE else float(row[index])
         for row, index in zip(table.errors, choice, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,20 @@ from hvd_adaptive.adaptation.candidates import (
     short_spec,
     sizes_of,
 )
+from hvd_adaptive.adaptation.preconditioning import SecondMoment, no_second_moment
 from hvd_adaptive.adaptation.sketch import NUMBERS, signed_sums
-from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import planned_link_bytes, scheme_for
 from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor
 from hvd_adaptive.layers import Layer, PayloadKind
-from hvd_adaptive.planning import CandidateTable, Measurement, Recipe, StepMeasurements
+from hvd_adaptive.planning import (
+    CandidateTable,
+    Measurement,
+    PlanningInput,
+    Recipe,
+    StepMeasurements,
+)
 from hvd_adaptive.planning.gradient_signals import GradientSignals
 from hvd_adaptive.rng import mix
 
@@ -97,9 +104,11 @@ class LayerSamples:
         varying: indices of the candidates whose bytes depend on the data.
         sums: over the samples: squared errors of the candidates, energy, bytes of those that vary;
             where the planner asks for signals then the share of elements that are not 0, and
-            :data:`SIGNALS` numbers for each of the last :data:`SAMPLES` samples.
+            :data:`SIGNALS` numbers for each of the last :data:`SAMPLES` samples; where it asks for
+            preconditioned gradients, squared errors and energy of these.
         samples: how many gradients have been measured, or added up in ``total``.
-        total: sum of the gradients, where they are accumulated; then nothing is in ``sums``.
+        sized: how many have been measured for their bytes.
+        total: sum of the gradients, where they are accumulated; then no errors are in ``sums``.
         period: sum of all gradients since the last plan, where the planner asks for its norm.
         period_steps: how many these are.
         at_factors: compression factors, and the index of the candidate at each.
@@ -117,6 +126,7 @@ class LayerSamples:
     varying: tuple[int, ...]
     sums: Float64s
     samples: int = 0
+    sized: int = 0
     total: Tensor | None = None
     period: Tensor | None = None
     period_steps: int = 0
@@ -135,6 +145,7 @@ class LayerSamples:
         ranks_per_node: int = 1,
         factors: Sequence[float] = (),
         signals: bool = False,
+        preconditions: bool = False,
     ) -> LayerSamples:
         """Nothing has been measured yet; ``factors`` as of :func:`candidates_of`."""
         candidates = candidates_of(layer, tuple(dict.fromkeys([own, *alternatives])), factors)
@@ -143,7 +154,7 @@ class LayerSamples:
         sizes = np.array([row.link_bytes(layer, ranks, scheme, ranks_per_node) for row in candidates])
         dense = planned_link_bytes(layer.nbytes, scheme_for(PayloadKind.SUMMABLE), ranks)
         varying = tuple(i for i, each in enumerate(candidates) if each.compressor.size_varies)
-        sums = np.zeros(measured_numbers(candidates, signals))
+        sums = np.zeros(measured_numbers(candidates, signals, preconditions))
         return cls(
             layer, own, scheme, candidates, default, sizes, dense, varying, sums,
             ranks_per_node=ranks_per_node, signals=signals,
@@ -162,50 +173,80 @@ class LayerSamples:
 
     def sample(
         self,
-        grad: Tensor,
+        tensor: Tensor,
         x: Tensor,
-        energy: float,
         states: Mapping[Compressor, CodecState],
-        step: int = 0,
-        slot: int = 0,
+        moment: SecondMoment | None = None,
     ) -> None:
-        """Measure the errors of one gradient, and the bytes of what is compressed.
+        """Measure the errors of one tensor, and the bytes of what is compressed.
+
+        Args:
+            tensor: the gradient, or ``x``.
+            x: what is compressed.
+            states: what compressors have learned, by their ``state_key``.
+            moment: the layer's second moment, where preconditioned gradients are measured, too.
+        """
+        self._measure_errors(tensor, states, moment)
+        self.samples += 1
+        self.sample_sizes(x, states)
+
+    def _measure_errors(
+        self, x: Tensor, states: Mapping[Compressor, CodecState], moment: SecondMoment | None
+    ) -> None:
+        count = len(self.candidates)
+        errors = errors_of(x, self.layer, self.candidates, states)
+        self.sums[: count + 1] += [*errors, float(x @ x)]
+        if moment is not None:
+            scaled = moment.precondition(x)
+            errors = errors_of(scaled, self.layer, self.candidates, states)
+            self.sums[-count - 1 :] += [*errors, float(scaled @ scaled)]
+
+    def sample_sizes(self, x: Tensor, states: Mapping[Compressor, CodecState]) -> None:
+        """Measure the bytes of what is compressed, where the data decide them."""
+        start = len(self.candidates) + 1
+        varying = [self.candidates[index] for index in self.varying]
+        self.sums[start : start + len(varying)] += sizes_of(x, self.layer, varying, states)
+        self.sized += 1
+
+    def sample_signals(self, grad: Tensor, x: Tensor, step: int, slot: int) -> None:
+        """Add to what a planner that asks for signals is given.
 
         Args:
             grad: the gradient, 1-D float32.
             x: what is compressed.
-            energy: squared L2 norm of the gradient.
-            states: what compressors have learned, by their ``state_key``.
             step: number of the step.
             slot: where its sketches are kept, the same on all ranks.
         """
-        errors = errors_of(grad, self.layer, self.candidates, states)
-        varying = [self.candidates[index] for index in self.varying]
-        sizes = sizes_of(x, self.layer, varying, states)
-        end = len(errors) + 1 + len(sizes)
-        self.sums[:end] += np.concatenate([errors, [energy], sizes])
-        if self.signals:
-            self.sums[end] += float(grad.count_nonzero()) / max(1, grad.numel())
-            mine = signed_sums(grad, self.layer.index, step)
-            waits = (
-                signed_sums(x - grad, self.layer.index, step) if x is not grad else np.zeros(NUMBERS)
-            )
-            start = end + 1 + slot * SIGNALS
-            self.sums[start : start + SIGNALS] = np.concatenate([[1.0], mine, waits])
+        end = len(self.candidates) + 1 + len(self.varying)
+        self.sums[end] += float(grad.count_nonzero()) / max(1, grad.numel())
+        mine = signed_sums(grad, self.layer.index, step)
+        waits = signed_sums(x - grad, self.layer.index, step) if x is not grad else np.zeros(NUMBERS)
+        start = end + 1 + slot * SIGNALS
+        self.sums[start : start + SIGNALS] = np.concatenate([[1.0], mine, waits])
+
+    def accumulate(self, tensor: Tensor) -> None:
+        """Add a tensor to those that are measured together."""
+        self.total = tensor.clone() if self.total is None else self.total.add_(tensor)
         self.samples += 1
 
-    def accumulate(self, grad: Tensor) -> None:
-        """Add a gradient to those that are measured together."""
-        self.total = grad.clone() if self.total is None else self.total.add_(grad)
-        self.samples += 1
+    def take(
+        self, states: Mapping[Compressor, CodecState], moment: SecondMoment | None = None
+    ) -> Float64s:
+        """The means of what is in ``sums``; zeros where nothing finite was seen.
 
-    def take(self, states: Mapping[Compressor, CodecState]) -> Float64s:
-        """The means of what is in ``sums``; zeros where nothing finite was seen."""
+        Args:
+            states: what compressors have learned.
+            moment: as of :meth:`sample`, for what was accumulated.
+        """
+        samples = max(1, self.samples)
         if self.total is not None:
-            mean = self.total.div_(self.samples)
-            self.forget()
-            self.sample(mean, mean, float(mean @ mean), states)
-        measured = self.sums / max(1, self.samples)
+            mean, samples = self.total.div_(samples), 1
+            if np.isfinite(float(mean @ mean)):
+                self._measure_errors(mean, states, moment)
+        measured = self.sums / samples
+        start = len(self.candidates) + 1
+        sizes = slice(start, start + len(self.varying))
+        measured[sizes] = self.sums[sizes] / max(1, self.sized)
         if self.signals:  # of each slot's sample by itself, not of their sum
             sketches = len(self.sums) - SAMPLES * SIGNALS
             measured[sketches:] = self.sums[sketches:]
@@ -235,7 +276,7 @@ class LayerSamples:
 
     def forget(self) -> None:
         """Begin again."""
-        self.sums, self.samples, self.total = np.zeros_like(self.sums), 0, None
+        self.sums, self.samples, self.sized, self.total = np.zeros_like(self.sums), 0, 0, None
 
     @functools.cached_property
     def traits(self) -> Traits:
@@ -307,15 +348,19 @@ def sketch(x: Tensor, key: int) -> Float64s:
     return found
 
 
-def measured_numbers(candidates: Sequence[Candidate], signals: bool) -> int:
+def measured_numbers(
+    candidates: Sequence[Candidate], signals: bool, preconditioned: bool = False
+) -> int:
     """How many numbers are measured of a layer: see :attr:`LayerSamples.sums`.
 
     Args:
         candidates: of the layer.
         signals: whether the planner asks for signals.
+        preconditioned: whether it asks for errors of preconditioned gradients.
     """
     varying = sum(each.compressor.size_varies for each in candidates)
-    return len(candidates) + 1 + varying + (1 + SAMPLES * SIGNALS if signals else 0)
+    beyond = 1 + SAMPLES * SIGNALS if signals else 0
+    return (2 if preconditioned else 1) * (len(candidates) + 1) + varying + beyond
 
 
 class Sampler:
@@ -343,6 +388,8 @@ class Sampler:
         self._states = states
         self.rows: dict[str, LayerSamples] = {}
         """The layers, by name."""
+        self.second_moment: Callable[[Layer], SecondMoment | None] = no_second_moment
+        """The optimizer's second moment of a layer."""
         self.factors = factors
         """Compression factors whose gains are measured."""
         self.factors_since = 0
@@ -363,7 +410,7 @@ class Sampler:
     @property
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
-        varies = any(row.varying for row in self.rows.values())
+        varies = any(row.varying for row in self.rows.values()) or self._recipe.error_metric.residual
         asking = {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND, Measurement.SIGNALS}
         return varies or bool(self._needs & asking)
 
@@ -372,10 +419,19 @@ class Sampler:
         """Whether the planner asks for signals."""
         return Measurement.SIGNALS in self._needs
 
+    @property
+    def measures_beyond(self) -> tuple[bool, bool]:
+        """Whether layers are measured for signals, and on preconditioned gradients."""
+        return self.signals, preconditions(self._recipe)
+
     def samples(self, step: int) -> bool:
         """Whether this step's gradients count for the errors."""
         if Measurement.ERRORS not in self._needs or self._recipe.accumulate:
             return Measurement.ERRORS in self._needs
+        return self._is_sampled(step)
+
+    def _is_sampled(self, step: int) -> bool:
+        """Whether this step is one of the few of a period on which single gradients are measured."""
         period = self._recipe.period or 10 * SAMPLES
         return step % max(LEAST_APART, period // SAMPLES) == 0
 
@@ -436,14 +492,30 @@ class Sampler:
         energy = float(grad @ grad)
         if not np.isfinite(energy):
             return
-        if self.samples(step) and self._recipe.accumulate:
-            row.accumulate(grad)
-        elif self.samples(step):
-            row.sample(grad, x, energy, self._states, step, self.sampled % SAMPLES)
+        if self.samples(step):
+            self._measure(row, grad, x, step)
         if self._sums_periods:
             row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
             self._measure_gains(row, energy, x, sent)
+
+    def _measure(self, row: LayerSamples, grad: Tensor, x: Tensor, step: int) -> None:
+        tensor = grad
+        if self._recipe.error_metric.residual:
+            if not np.isfinite(float(x @ x)):
+                return
+            tensor = x
+        if not self._recipe.accumulate:
+            row.sample(tensor, x, self._states, self._moment_of(row))
+            if self.signals:
+                row.sample_signals(grad, x, step, self.sampled % SAMPLES)
+            return
+        row.accumulate(tensor)
+        if row.varying and self._is_sampled(step):  # the bytes of a mean are not the mean of the bytes
+            row.sample_sizes(x, self._states)
+
+    def _moment_of(self, row: LayerSamples) -> SecondMoment | None:
+        return self.second_moment(row.layer) if preconditions(self._recipe) else None
 
     def _measure_gains(
         self, row: LayerSamples, energy: float, x: Tensor, sent: Float64s | None
@@ -493,7 +565,7 @@ class Sampler:
         After that :meth:`LayerSamples.take_period` of all, if the planner asks for it.
         """
         rows = self.rows.values()
-        found = [np.zeros(0), *(row.take(self._states) for row in rows)]
+        found = [np.zeros(0), *(row.take(self._states, self._moment_of(row)) for row in rows)]
         if self._sums_periods:
             found += [row.take_period() for row in rows]
         return np.concatenate(found)
@@ -511,23 +583,67 @@ class Sampler:
         energies = np.array([part[:-1] @ part[:-1] for part in parts])
         return energies, round(max((part[-1] for part in parts), default=0.0))
 
-    def table(self, measured: Float64s) -> tuple[CandidateTable, Float64s]:
-        """The candidates' errors and bytes as a table, and the layers' energies.
+    def planning_input(
+        self, step: int, measured: Float64s, buckets: Int64s, other_bytes: float
+    ) -> PlanningInput:
+        """What a planner is given.
+
+        Args:
+            step: after which it plans.
+            measured: mean over the ranks of :meth:`take`, or that of each as ``float64[ranks, n]``.
+            buckets: ``int64[L]``: bucket of each layer.
+            other_bytes: that other layers send.
+        """
+        everyone = np.atleast_2d(measured)
+        mean = everyone.mean(axis=0)
+        table = self.table(mean)
+        # of as many ranks as there are now: a run may have been resumed with others
+        own = everyone if len(everyone) == self._ranks > 1 else everyone[:0]
+        return PlanningInput(
+            step,
+            table,
+            buckets,
+            other_bytes,
+            tuple(self.table(each) for each in own),
+            self.signals_of(mean),
+            preconditioned=self.preconditioned(mean, table),
+        )
+
+    def table(self, measured: Float64s) -> CandidateTable:
+        """The candidates' squared errors and bytes as a table, with the layers' energies.
 
         Args:
             measured: as of :meth:`take`, of this rank, of another one, or their mean.
         """
-        rows = list(self.rows.values())
-        ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
-        parts = np.split(measured, ends)[: len(rows)]
-        errors, energies, sizes = [], np.zeros(len(rows)), []
-        for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
+        errors, energies, sizes = [], [], []
+        for row, part in self._parts(measured):
             count = len(row.candidates)
             errors.append(part[:count])
-            energies[index] = part[count]
+            energies.append(part[count])
             payloads = part[count + 1 : count + 1 + len(row.varying)]
             sizes.append(row.measured_link_bytes(payloads, self._ranks))
-        return table_of_layers(rows, errors, sizes), energies
+        return table_of_layers([*self.rows.values()], errors, sizes, energies)
+
+    def preconditioned(self, measured: Float64s, table: CandidateTable) -> CandidateTable | None:
+        """The table with what was measured on preconditioned gradients; None if a layer lacks that.
+
+        Args:
+            measured: as of :meth:`take`.
+            table: what :meth:`table` makes of it.
+        """
+        if not preconditions(self._recipe):
+            return None
+        rows = [part[-len(row.candidates) - 1 :] for row, part in self._parts(measured)]
+        energies = np.array([row[-1] for row in rows])
+        if (energies[table.energies > 0] <= 0).any():
+            return None
+        return replace(table, errors=tuple(row[:-1] for row in rows), energies=energies)
+
+    def _parts(self, measured: Float64s) -> Iterator[tuple[LayerSamples, Float64s]]:
+        """Each layer's share of what :meth:`take` returns."""
+        rows = list(self.rows.values())
+        ends = np.cumsum([len(row.sums) for row in rows], dtype=np.int64)
+        return zip(rows, np.split(measured, ends)[: len(rows)], strict=True)
 
     def signals_of(self, measured: Float64s) -> GradientSignals | None:
         """What else a planner asks for; None where it does not.
@@ -562,6 +678,7 @@ class Sampler:
             name: [
                 row.sums.tolist(),
                 row.samples,
+                row.sized,
                 _copy(row.total),
                 _copy(row.period),
                 row.period_steps,
@@ -572,7 +689,7 @@ class Sampler:
     def restore(self, measured: Mapping[str, Sequence[Any]]) -> None:
         """Continue from :meth:`measured`."""
         for name, row in self.rows.items():
-            sums, row.samples, total, period, row.period_steps = measured[name]
+            sums, row.samples, row.sized, total, period, row.period_steps = measured[name]
             row.sums, row.total, row.period = np.array(sums), _copy(total), _copy(period)
 
     def restore_factors(self, factors: tuple[float, ...], since: int) -> None:
@@ -599,9 +716,12 @@ def check_ranges(recipe: Recipe, rows: Iterable[LayerSamples]) -> None:
 
 
 def table_of_layers(
-    rows: Sequence[LayerSamples], errors: Sequence[Float64s], sizes: Sequence[Float64s]
+    rows: Sequence[LayerSamples],
+    errors: Sequence[Float64s],
+    sizes: Sequence[Float64s],
+    energies: Sequence[float] | None = None,
 ) -> CandidateTable:
-    """The candidates of some layers, with these errors and bytes, as a table."""
+    """The candidates of some layers, with these errors, bytes and energies, as a table."""
     return CandidateTable.of(
         [row.layer.name for row in rows],
         errors,
@@ -610,7 +730,13 @@ def table_of_layers(
         [row.default for row in rows],
         [row.dense_link_bytes for row in rows],
         factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
+        energies=energies,
     )
+
+
+def preconditions(recipe: Recipe) -> bool:
+    """Whether errors of preconditioned gradients are measured, too."""
+    return recipe.error_metric.metric == "preconditioned"
 
 
 def with_averages(

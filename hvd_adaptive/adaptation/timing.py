@@ -95,6 +95,19 @@ def rank_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming
     return np.array(times)
 
 
+def with_sync_seconds(facts: StepMeasurements, least: Float64s) -> StepMeasurements:
+    """The step with the least of all ranks' times from its first collective to the last.
+
+    A rank that started first waits for the others: the one that joined last has seen the network alone.
+
+    Args:
+        facts: the step, with this rank's time.
+        least: ``float64[1]``: the least of the ranks' times; infinite where none has one.
+    """
+    known = facts.sync_seconds is not None and least[0] < np.inf
+    return replace(facts, sync_seconds=float(least[0]) if known else None)
+
+
 def with_transfers(
     facts: StepMeasurements, traffic: Sequence[int], least: Float64s
 ) -> StepMeasurements:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.nn import Parameter
+
 from hvd_adaptive.engine.hooks import GradientHooks
 
 
@@ -24,11 +26,14 @@ class LearningRates:
 
     def of(self, index: int) -> float:
         """The learning rate of a layer; 0 where the optimizer has none."""
-        parameter = self._hooks.params[index]
+        return float(self.group_of(self._hooks.params[index]).get("lr", 0.0))
+
+    def group_of(self, parameter: Parameter) -> dict[str, Any]:
+        """The group of a parameter; empty where the optimizer does not have it."""
         for group in self.param_groups():
             if any(member is parameter for member in group["params"]):
-                return float(group.get("lr", 0.0))
-        return 0.0
+                return group
+        return {}
 
     def fell(self, drop: float) -> bool:
         """Whether a rate has fallen by a share of ``drop`` or more since the last call."""

@@ -27,6 +27,7 @@ from hvd_adaptive.engine.layer_agreement import refuse_dropped
 from hvd_adaptive.engine.layout import Layout, Progress
 from hvd_adaptive.engine.learning_rates import LearningRates
 from hvd_adaptive.engine.loss import running_loss
+from hvd_adaptive.engine.second_moments import SecondMoments
 from hvd_adaptive.engine.state import restore_layers, restore_progress, run_of, state_of
 from hvd_adaptive.engine.step_gradients import StepGradients
 from hvd_adaptive.feedback import FeedbackContext
@@ -72,6 +73,7 @@ class Reducer:
         self._hooks = GradientHooks(options.passes, active, self._arrive)
         self._gradients = StepGradients(self._hooks)
         self._rates = LearningRates(self._hooks)
+        self._moments = SecondMoments(self._hooks, self._rates)
         context = FeedbackContext(self._rates.of, lambda: control.size, exchange.seed, exchange.rank)
         self._progress = Progress(self._rates)
         gradually = None if config.start is None else lambda: release_steps(self._progress.rounds)
@@ -94,6 +96,7 @@ class Reducer:
             self._progress,
             controller or NullController(),
         )
+        self._controller.use_second_moments(self._moments.of)
 
     @property
     def plan(self) -> Plan:
@@ -113,9 +116,18 @@ class Reducer:
     def _controller(self) -> Controller:
         return self._layout.controller
 
-    def set_param_groups(self, param_groups: Callable[[], list[dict[str, Any]]]) -> None:
-        """Follow the learning rates of the optimizer whose parameter groups these are."""
-        self._rates.param_groups = param_groups
+    def set_param_groups(
+        self,
+        param_groups: Callable[[], list[dict[str, Any]]],
+        state: Callable[[], Mapping[Parameter, Mapping[str, Any]]] = dict,
+    ) -> None:
+        """Follow the learning rates, and the second moments, of an optimizer.
+
+        Args:
+            param_groups: its parameter groups.
+            state: its state of each parameter.
+        """
+        self._rates.param_groups, self._moments.state = param_groups, state
 
     # --- parameters and arriving gradients --------------------------------------------------------
 

@@ -51,9 +51,11 @@ class VirtualRanks:
         dense_steps: dense steps at the start.
         op: ``hvd.Average`` or ``hvd.Sum``.
         seed: of random rounding and selection.
+        param_groups: the optimizer's parameter groups, whose learning rates count.
         ranks_per_node: how many ranks, one after the other, share a virtual node.
         link: what the network is assumed to cost; None is an Ethernet of 1 Gbit/s.
         compute_seconds: that forward and backward pass are assumed to take.
+        optimizer_state: the optimizer's state of each parameter, whose second moments count.
 
     Raises:
         ValueError: an argument is out of range, or a name is unknown.
@@ -86,6 +88,7 @@ class VirtualRanks:
         ranks_per_node: int = 1,
         link: LinkCosts | None = None,
         compute_seconds: float = 0.1,
+        optimizer_state: Callable[[], Mapping[Any, Any]] = dict,
     ) -> None:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
         self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link)
@@ -120,7 +123,10 @@ class VirtualRanks:
                     self._costs(exchange, control, choice, options, compute_seconds),
                 )
             reducer = Reducer(own, choice, options, control, exchange, controller=controller)
-            reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
+            reducer.set_param_groups(
+                lambda: _as_groups_of(own, self._named, param_groups()),
+                lambda: _as_state_of(own, self._named, optimizer_state()),
+            )
             return _Member(own, reducer)
 
         self._members = self.group.run(build)
@@ -213,3 +219,13 @@ def _as_groups_of(
     """An optimizer's parameter groups, with a rank's parameters in the place of the model's."""
     mine = {model: parameter for (_, model), (_, parameter) in zip(named, own, strict=True)}
     return [{**group, "params": [mine[p] for p in group["params"] if p in mine]} for group in groups]
+
+
+def _as_state_of(
+    own: Sequence[tuple[str, Parameter]],
+    named: Sequence[tuple[str, Parameter]],
+    state: Mapping[Any, Any],
+) -> dict[Parameter, Any]:
+    """An optimizer's state, by a rank's parameters in the place of the model's."""
+    pairs = zip(named, own, strict=True)
+    return {mine: state[model] for (_, model), (_, mine) in pairs if model in state}

@@ -121,10 +121,15 @@ class MinCostKnapsack(Allocator):
         super().__post_init__()
 
     def allocate(self, table: CandidateTable, allowed: Limits) -> Int64s:
-        """See :func:`hvd_adaptive.planning.knapsack.min_cost`."""
+        """See :func:`hvd_adaptive.planning.knapsack.min_cost`; never costs more than the reference."""
         if not math.isfinite(allowed.max_error):
             raise ValueError(f"{type(self).__name__} needs a budget that bounds the error")
-        return knapsack.min_cost(table.errors, table.costs(), allowed.max_error, self.bins)
+        choice = knapsack.min_cost(table.errors, table.costs(), allowed.max_error, self.bins)
+        reference = allowed.reference
+        if reference is None or not allowed.admits(table, reference):
+            return choice
+        # which may have another index in each layer, unlike what the knapsack starts from
+        return reference if table.cost(reference) < table.cost(choice) else choice
 
 
 @dataclass(frozen=True)

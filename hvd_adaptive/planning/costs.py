@@ -1,6 +1,7 @@
 """What a byte costs: seconds per byte of each bucket, and of a single collective.
 
 * :func:`fit_bucket_costs`: from an experiment with random plans (:func:`random_plans`).
+* :func:`random_prices`: such plans by their prices, so that an allocator keeps their error.
 * :class:`OnlineCosts`: the same during training, with forgetting.
 * :class:`BandwidthMonitor`: latency and bandwidth of single collectives, now.
 
@@ -28,6 +29,7 @@ __all__ = [
     "fit_bucket_costs",
     "nonnegative_least_squares",
     "random_plans",
+    "random_prices",
 ]
 
 
@@ -42,11 +44,40 @@ class BucketCosts:
         intercept: seconds.
         coefficients: ``float64[B]``: seconds per byte of each bucket.
         r2: share of the variance of the seconds that this explains.
+        errors: ``float64[B]``: standard errors of the coefficients, of independent noise in each step
+            and without the bound at 0; infinite where the bytes do not determine a coefficient.
+        even: seconds per byte if all buckets had the same.
     """
 
     intercept: float
     coefficients: Float64s
     r2: float
+    errors: Float64s
+    even: float
+
+    def prices(self) -> Float64s:
+        """Seconds per byte of each bucket, as far as buckets are known to differ: ``float64[B]``.
+
+        A coefficient counts by its difference from ``even``, of which the share is taken that is no
+        noise: one minus the squared ratio of its standard error to it, at least 0 (James and Stein's
+        positive part, one coefficient at a time). No price is below a tenth of ``even``: bytes that
+        take no time now would if there were many more of them.
+
+        Example:
+            >>> costs = BucketCosts(0, np.array([1.0, 3.0, 3.0, 0.0]), 1, np.array([0, 0.5, 9, 0]), 2.0)
+            >>> costs.prices().tolist()
+            [1.0, 2.75, 2.0, 0.2]
+        """
+        difference = self.coefficients - self.even
+        with np.errstate(divide="ignore", invalid="ignore"):
+            known = 1.0 - (self.errors / difference) ** 2
+        shrunk = np.where(known > 0, known, 0.0) * difference
+        prices: Float64s = np.maximum(self.even + shrunk, _LEAST_PRICE * self.even)
+        return prices
+
+
+_LEAST_PRICE = 0.1
+"""Of the price that all buckets would have together."""
 
 
 def fit_bucket_costs(nbytes: npt.ArrayLike, seconds: npt.ArrayLike) -> BucketCosts:
@@ -71,9 +102,11 @@ def fit_bucket_costs(nbytes: npt.ArrayLike, seconds: npt.ArrayLike) -> BucketCos
         raise ValueError(f"bytes must be [M, B], seconds [M], M at least 1: got {x.shape}, {y.shape}")
     _check_numbers(x, y)
     rows = np.column_stack([np.ones(len(x)), x])
-    solution = nonnegative_least_squares(rows.T @ rows, rows.T @ y)
+    gram, moment = rows.T @ rows, rows.T @ y
+    solution = nonnegative_least_squares(gram, moment)
     residual = y - rows @ solution
-    return _costs(solution, float(residual @ residual), float(((y - y.mean()) ** 2).sum()))
+    unexplained, variance = float(residual @ residual), float(((y - y.mean()) ** 2).sum())
+    return _costs(gram, solution, unexplained, variance, _even(gram, moment))
 
 
 def _check_numbers(*arrays: Float64s) -> None:
@@ -81,9 +114,45 @@ def _check_numbers(*arrays: Float64s) -> None:
         raise ValueError("bytes or seconds are negative or not finite")
 
 
-def _costs(solution: Float64s, unexplained: float, variance: float) -> BucketCosts:
+def _costs(
+    gram: Float64s, solution: Float64s, unexplained: float, variance: float, even: float
+) -> BucketCosts:
     r2 = 1.0 - unexplained / variance if variance > 0 else float(unexplained <= 0)
-    return BucketCosts(float(solution[0]), solution[1:], r2)
+    errors = _standard_errors(gram, unexplained)
+    return BucketCosts(float(solution[0]), solution[1:], r2, errors, even)
+
+
+def _even(gram: Float64s, moment: Float64s) -> float:
+    """The coefficient that all buckets have if they have the same."""
+    together = np.zeros((2, len(gram)))
+    together[0, 0], together[1, 1:] = 1.0, 1.0
+    return float(nonnegative_least_squares(together @ gram @ together.T, together @ moment)[1])
+
+
+_DETERMINED = 1e-9
+"""Share of a bucket's squared bytes that nothing else explains, if they determine its coefficient."""
+
+
+def _standard_errors(gram: Float64s, unexplained: float) -> Float64s:
+    """Standard errors of all coefficients but the intercept, which is the first.
+
+    Args:
+        gram: ``float64[1 + B, 1 + B]``: sums of products of 1 and the bytes, over the steps.
+        unexplained: sum of the squared residuals.
+    """
+    count = len(gram)
+    errors = np.full(count - 1, math.inf)
+    free = gram[0, 0] - count  # steps, less what was fitted
+    lengths = np.sqrt(np.diag(gram))
+    lengths[lengths == 0] = 1.0
+    scaled = gram / np.outer(lengths, lengths)
+    for bucket in range(1, count):
+        others = np.arange(count) != bucket
+        row = scaled[bucket, others]
+        left = scaled[bucket, bucket] - row @ np.linalg.lstsq(scaled[others][:, others], row)[0]
+        if free > 0 and left > _DETERMINED * scaled[bucket, bucket]:
+            errors[bucket - 1] = math.sqrt(unexplained / free / left) / lengths[bucket]
+    return errors
 
 
 def nonnegative_least_squares(gram: Float64s, moment: Float64s) -> Float64s:
@@ -152,6 +221,34 @@ def random_plans(
         number += 1
 
 
+_SPREAD = 8.0
+"""A bucket's price is between this and its inverse in trials."""
+
+
+def random_prices(buckets: int, number: int, seed: int = 0) -> tuple[Float64s, float]:
+    """Prices of a byte in each bucket, and a share of the allowed error, that vary plans.
+
+    Trials come in pairs whose prices are inverses of each other: what one moves out of a bucket, the
+    other moves into it. The share of the error, a quarter to all, makes all bytes rise and fall.
+
+    Args:
+        buckets: how many there are.
+        number: of the trial.
+        seed: of the sequence.
+
+    Returns:
+        ``float64[B]``, each from 1/8 to 8, and the share.
+
+    Example:
+        >>> [random_prices(3, number)[0].round(2).tolist() for number in range(2)]
+        [[1.77, 0.38, 0.15], [0.57, 2.6, 6.75]]
+    """
+    rng = np.random.default_rng([seed, number // 2])
+    exponents = rng.uniform(-1, 1, buckets) * (-1 if number % 2 else 1)
+    shares = 4.0 ** -rng.uniform(0, 1, 2)
+    return _SPREAD**exponents, float(shares[number % 2])
+
+
 class OnlineCosts:
     """Bucket costs during training: the weight of a step halves after ``half_life`` further ones.
 
@@ -185,20 +282,19 @@ class OnlineCosts:
         self._moments = self._keep * self._moments + np.outer(row, row)
 
     def fit(self) -> BucketCosts | None:
-        """The costs now; None before the second step. Cost: O(B**3)."""
+        """The costs now; None before the second step. Cost: O(B**4)."""
         if not len(self._moments) or self._moments[0, 0] <= 1.0:
             return None
         gram, moment = self._moments[:-1, :-1], self._moments[:-1, -1]
-        together = np.zeros((2, len(gram)))
-        together[0, 0], together[1, 1:] = 1.0, 1.0
-        even = nonnegative_least_squares(together @ gram @ together.T, together @ moment)[1]
+        even = _even(gram, moment)
         pull = self._ridge * np.diag(gram)
         pull[0] = 0.0
         solution = nonnegative_least_squares(gram + np.diag(pull), moment + pull * even)
         squares, weight = self._moments[-1, -1], self._moments[0, 0]
         unexplained = squares - 2 * solution @ moment + solution @ gram @ solution
         variance = squares - self._moments[0, -1] ** 2 / weight
-        return _costs(solution, max(0.0, float(unexplained)), max(0.0, float(variance)))
+        # weights below 1 would count for less than steps: so these errors are rather too large
+        return _costs(gram, solution, max(0.0, float(unexplained)), max(0.0, float(variance)), even)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""

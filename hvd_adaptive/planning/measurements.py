@@ -79,7 +79,8 @@ class StepMeasurements:
         nbytes: that its collectives put on this rank's link.
         transfers: its collectives, where it is known how long they took.
         bucket_bytes: ``float64[B]``: payload of each bucket.
-        sync_seconds: from the start of its first collective to the end of the last.
+        sync_seconds: from the start of its first collective to the end of the last, on the rank where
+            that took least.
         launches: ``float64[B]``: seconds from each bucket's launch to the last one's; at least 0.
         plan: how many plans had taken effect before it.
         loss: of the training, where the user reports it.

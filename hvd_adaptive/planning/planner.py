@@ -30,10 +30,11 @@ import numpy as np
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.allocators import Allocator
 from hvd_adaptive.planning.budgets import Budget
-from hvd_adaptive.planning.costs import OnlineCosts, random_plans
+from hvd_adaptive.planning.costs import BucketCosts, OnlineCosts, random_plans, random_prices
 from hvd_adaptive.planning.gradient_signals import GradientSignals
 from hvd_adaptive.planning.knapsack import Infeasible
 from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
+from hvd_adaptive.planning.metrics import SQUARED, ErrorMetric
 from hvd_adaptive.planning.step_time import StepCosts
 from hvd_adaptive.planning.table import DENSE, CandidateTable, Limits
 
@@ -46,12 +47,15 @@ class PlanningInput:
 
     Args:
         step: after which it is made.
-        table: candidates of the layers; its errors only where ``Measurement.ERRORS`` is needed.
+        table: candidates of the layers, with squared errors; these only where ``Measurement.ERRORS`` is
+            needed.
         buckets: ``int64[L]``: bucket of each layer, in the order in which buckets are sent.
         other_bytes: that layers which are not in the table send, whatever is decided.
         own: tables of all ranks, whose mean is ``table``; only for ``PER_RANK_ERRORS``.
         signals: norms of gradients and residuals, and the candidates' payloads; only for ``SIGNALS``.
         costs: seconds of compressors and network; only for ``SIGNALS``.
+        preconditioned: the table with errors and energies of preconditioned gradients, where the metric
+            asks for them and the optimizer has second moments of all layers.
     """
 
     step: int
@@ -61,6 +65,7 @@ class PlanningInput:
     own: tuple[CandidateTable, ...] = ()
     signals: GradientSignals | None = None
     costs: StepCosts | None = None
+    preconditioned: CandidateTable | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +75,7 @@ class Decision:
     Args:
         levels: ``int64[L]``: the index of each layer's candidate, or ``DENSE``.
         factor: nominal compression factor, where the budget goes by factors; else 1.
-        report: figures: bytes, error, their bounds, and the budget's own.
+        report: figures: bytes, error and its bound in the planner's metric, and the budget's own.
         reasons: why, in words.
         own: each rank's levels, where they are not the same on all.
     """
@@ -87,19 +92,25 @@ class Pricing(CheckedOptions):
     """What a byte costs in each layer.
 
     Args:
-        prices: ``bytes`` (all cost the same), ``time`` (seconds per byte of the layer's bucket), or
-            ``linear`` (the number of its bucket, from 1).
-        trials: random plans that are tried first, to learn the times.
+        prices: ``bytes`` (all cost the same), ``time`` (seconds per byte of the layer's bucket, as
+            learned from all steps so far), or ``linear`` (the number of its bucket, from 1).
+        trials: plans that are tried first, so that the bytes of buckets vary.
         trial_steps: steps of each; the first five are not counted.
+        trial_plans: ``prices`` (the least cost at random prices, within the allowed error or a share of
+            it) or ``levels`` (random levels, as L-GreCo's authors try them: more variation, and no
+            bound on the error).
     """
 
     prices: str = "bytes"
     trials: int = 0
     trial_steps: int = 55
+    trial_plans: str = "prices"
 
     def __post_init__(self) -> None:
         if self.prices not in ("bytes", "time", "linear"):
             raise ValueError(f"prices={self.prices!r} is not one of bytes, time, linear")
+        if self.trial_plans not in ("prices", "levels"):
+            raise ValueError(f"trial_plans={self.trial_plans!r} is not one of prices, levels")
         if self.trials < 0 or self.trial_steps <= _SETTLING:
             raise ValueError(
                 f"trials={self.trials} must be at least 0 and trial_steps={self.trial_steps} above "
@@ -121,6 +132,7 @@ class Planner:
         allocator: shared out how.
         period: steps between decisions; 0 decides only when the budget is urgent.
         pricing: of bytes.
+        metric: in which errors are added up; as they are measured by default.
 
     Raises:
         ValueError: a negative period.
@@ -138,7 +150,13 @@ class Planner:
     """
 
     def __init__(
-        self, budget: Budget, allocator: Allocator, *, period: int = 500, pricing: Pricing | None = None
+        self,
+        budget: Budget,
+        allocator: Allocator,
+        *,
+        period: int = 500,
+        pricing: Pricing | None = None,
+        metric: ErrorMetric = SQUARED,
     ) -> None:
         if period < 0:
             raise ValueError(f"period={period}: write a number of steps, or 0")
@@ -146,6 +164,7 @@ class Planner:
         self.allocator = allocator
         self._period = period
         self._pricing = pricing or Pricing()
+        self._metric = metric
         self._costs = OnlineCosts()
         self._last: int | None = None
         self._next = 0
@@ -186,20 +205,31 @@ class Planner:
             ValueError: facts that are missing or do not fit the layers.
         """
         self._last = facts.step
-        if self._trial < self._pricing.trials:
-            return self._try(facts)
-        self._next = facts.step + self._period
-        table, reasons = self._priced(facts)
+        tries = self._trial < self._pricing.trials
+        if tries and self._pricing.trial_plans == "levels":
+            return self._random_levels(facts)
+        squared = facts.table
+        facts, reasons = self._in_metric(facts)
+        if tries:
+            table, share, why = self._next_trial(facts)
+        else:
+            self._next, share = facts.step + self._period, 1.0
+            table, why = self._priced(facts)
         others = facts.other_bytes
         self.budget.inform(facts)
         allowed = self.budget.allow(table)
         if allowed.reference is None:  # a bound on all that a step sends
             allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))
-        levels, shortfall, why = self._allocate(table, allowed)
+        admitted = self._metric.admitted(table, squared, allowed.reference)
+        least = sum(float(row.min()) for row in admitted.errors) if share < 1 else 0.0
+        # from the least error that there can be to all that is allowed
+        within = replace(allowed, max_error=least + share * (allowed.max_error - least))
+        levels, shortfall, found = self._allocate(admitted, within)
         own = self._own(facts, levels, allowed)
         why += self.budget.chosen(levels)
         report = {
             "error": table.error(levels),
+            "squared_error": squared.error(levels),
             "dense_bytes": table.bytes(table.all_dense()) + others,
             "max_error": allowed.max_error,
             "max_bytes": allowed.max_bytes + others,
@@ -210,7 +240,15 @@ class Planner:
         if own:
             report["error_of_one_plan"] = report["error"]
             report["error"] = _mean(CandidateTable.error, facts.own, own)
-        return Decision(levels, self.budget.factor, report, (*reasons, *why), own)
+        return Decision(levels, self.budget.factor, report, (*reasons, *why, *found), own)
+
+    def _in_metric(self, facts: PlanningInput) -> tuple[PlanningInput, tuple[str, ...]]:
+        """The same with errors in the planner's metric, and what must be said about that."""
+        # of each rank there are no preconditioned errors
+        preconditioned = None if facts.own else facts.preconditioned
+        table, why = self._metric.applied(facts.table, preconditioned)
+        own = tuple(self._metric.applied(each)[0] for each in facts.own)
+        return replace(facts, table=table, own=own), why
 
     def _own(self, facts: PlanningInput, levels: Int64s, allowed: Limits) -> tuple[Int64s, ...]:
         """Each rank's levels, by its own errors; none where a layer is sent dense, and so summed.
@@ -237,12 +275,12 @@ class Planner:
         if costs is None:
             return found
         found |= {"bucket_costs_r2": costs.r2, "bucket_costs_intercept": costs.intercept}
-        for bucket, coefficient in enumerate(costs.coefficients):
-            found[f"bucket_cost_{bucket}"] = float(coefficient)
+        for bucket, pair in enumerate(zip(costs.coefficients, costs.errors, strict=True)):
+            found[f"bucket_cost_{bucket}"], found[f"bucket_cost_error_{bucket}"] = map(float, pair)
         buckets = _buckets_of(facts)
         if len(costs.coefficients) > buckets.max(initial=0):
-            prices = costs.coefficients[buckets]
-            found["sync_seconds"] = costs.intercept + replace(facts.table, weights=prices).cost(levels)
+            each = costs.coefficients[buckets]
+            found["sync_seconds"] = costs.intercept + replace(facts.table, weights=each).cost(levels)
         return found
 
     def _allocate(
@@ -274,19 +312,30 @@ class Planner:
         costs = self._costs.fit()
         if costs is None or len(costs.coefficients) <= buckets.max(initial=0):
             return facts.table, ("bytes count: no times of these buckets yet",)
-        weights: Float64s = costs.coefficients[buckets]
+        weights: Float64s = costs.prices()[buckets]
         if not weights.any():
             return facts.table, ("bytes count: the times do not depend on them",)
-        return replace(facts.table, weights=weights), (f"times of buckets explain {costs.r2:.3f}",)
+        return replace(facts.table, weights=weights), (_account_of(costs),)
 
-    def _try(self, facts: PlanningInput) -> Decision:
-        """One plan of the experiment."""
+    def _next_trial(self, facts: PlanningInput) -> tuple[CandidateTable, float, tuple[str, ...]]:
+        """One plan of the experiment: random prices, and the share of the error that it may make."""
+        buckets = _buckets_of(facts)
+        prices, share = random_prices(int(buckets.max(initial=-1)) + 1, self._trial)
+        table = replace(facts.table, weights=prices[buckets])
+        return table, share, (self._count_trial(facts, "prices are random"),)
+
+    def _random_levels(self, facts: PlanningInput) -> Decision:
+        """One plan of the experiment with random levels."""
         counts = [len(row) for row in facts.table.sizes]
         levels = next(random_plans(counts, _buckets_of(facts).tolist(), start=self._trial))
+        reason = self._count_trial(facts, "levels are random")
+        return Decision(levels, report=self._predict(facts, levels), reasons=(reason,))
+
+    def _count_trial(self, facts: PlanningInput, how: str) -> str:
+        """What is said of the trial that begins."""
         self._trial += 1
         self._next = facts.step + self._pricing.trial_steps
-        reason = f"random plan {self._trial} of {self._pricing.trials}, to learn what buckets cost"
-        return Decision(levels, report=self._predict(facts, levels), reasons=(reason,))
+        return f"trial {self._trial} of {self._pricing.trials}, to learn what buckets cost: {how}"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the steps taught, as JSON."""
@@ -313,6 +362,13 @@ def _mean(
 ) -> float:
     """Of every rank's choice in its own table."""
     return float(np.mean([what(*each) for each in zip(tables, choices, strict=True)]))
+
+
+def _account_of(costs: BucketCosts) -> str:
+    """What is known of the times, in words."""
+    pairs = zip(1e6 * costs.coefficients, 1e6 * costs.errors, strict=True)
+    each = ", ".join(f"{cost:.3g}±{error:.2g}" for cost, error in pairs)
+    return f"times of buckets explain {costs.r2:.3f}: seconds per MB {each}"
 
 
 def _buckets_of(facts: PlanningInput) -> Int64s:

@@ -27,6 +27,7 @@ from hvd_adaptive.planning.budgets import (
     Throughput,
 )
 from hvd_adaptive.planning.least_time import LeastTime
+from hvd_adaptive.planning.metrics import SQUARED, ErrorMetric
 from hvd_adaptive.planning.planner import Planner, Pricing
 
 
@@ -36,7 +37,7 @@ class Recipe(BudgetOptions, Allocator, ABC):
 
     Args:
         period: steps between plans; 0 plans only when the budget asks for it.
-        accumulate: measure errors of the sum of all gradients since the last plan, as L-GreCo's paper
+        accumulate: measure errors of the mean of all gradients since the last plan, as L-GreCo's paper
             does, which keeps one float32 per element; else they are the mean errors of some of them.
     """
 
@@ -54,22 +55,39 @@ class Recipe(BudgetOptions, Allocator, ABC):
     def planner(self, ranks: int = 1) -> Planner:
         """A planner at its start, for a training run on this many ranks."""
         pricing = self if isinstance(self, Pricing) else None
-        return Planner(self.budget(ranks), self, period=self.period, pricing=pricing)
+        return Planner(
+            self.budget(ranks), self, period=self.period, pricing=pricing, metric=self.error_metric
+        )
+
+    @property
+    @final
+    def error_metric(self) -> ErrorMetric:
+        """How errors are measured and added up: as they are, where the recipe has no such options."""
+        return self if isinstance(self, ErrorMetric) else SQUARED
 
 
 @dataclass(frozen=True)
-class LGreCo(Static, MinCostKnapsack, Pricing, Recipe):
-    """``lgreco``: the fewest bytes that lose no more than the defaults do.
+class LGreCo(Static, MinCostKnapsack, Pricing, ErrorMetric, Recipe):
+    """``lgreco``: the fewest bytes whose errors, in its metric, add up to no more than the defaults'.
 
-    Options: those of :class:`Static`, :class:`MinCostKnapsack`, :class:`Pricing` and :class:`Recipe`.
+    Options: those of :class:`Static`, :class:`MinCostKnapsack`, :class:`Pricing`, :class:`ErrorMetric`
+    and :class:`Recipe`.
     """
+
+    accumulate: bool = True
 
 
 @dataclass(frozen=True)
 class LGreCoTime(LGreCo):
-    """``lgreco-time``: as :class:`LGreCo`, but the least time, as far as buckets' times are known."""
+    """``lgreco-time``: as :class:`LGreCo`, but the least time, as far as buckets' times are known.
+
+    The first plans are trials: they keep the bound of the error and differ in which buckets they spare.
+    Later plans add to what was learned from them.
+    """
 
     prices: str = "time"
+    trials: int = 8
+    trial_steps: int = 15
 
 
 @dataclass(frozen=True)
@@ -112,19 +130,23 @@ class Accordion(CriticalRegimes, FollowReference, Recipe):
 
 
 @dataclass(frozen=True)
-class AccordionLGreCo(CriticalRegimes, MinCostKnapsack, Pricing, Recipe):
-    """``accordion+lgreco``: the fewest bytes that lose no more than Accordion's levels do.
+class AccordionLGreCo(CriticalRegimes, MinCostKnapsack, Pricing, ErrorMetric, Recipe):
+    """``accordion+lgreco``: as :class:`LGreCo`, with Accordion's levels in the place of the defaults.
 
-    Options: of :class:`CriticalRegimes`, :class:`MinCostKnapsack`, :class:`Pricing`, :class:`Recipe`.
-    Source: L-GreCo, section 5.3.
+    Options: those of :class:`CriticalRegimes`, :class:`MinCostKnapsack`, :class:`Pricing`,
+    :class:`ErrorMetric` and :class:`Recipe`. Source: L-GreCo, section 5.3.
     """
+
+    accumulate: bool = True
 
 
 @dataclass(frozen=True)
-class GraVACLGreCo(Throughput, MinCostKnapsack, Pricing, Recipe):
-    """``gravac+lgreco``: the fewest bytes that lose no more than GraVAC's factor does.
+class GraVACLGreCo(Throughput, MinCostKnapsack, Pricing, ErrorMetric, Recipe):
+    """``gravac+lgreco``: as :class:`LGreCo`, with GraVAC's factor in the place of the defaults.
 
-    Options: those of :class:`Throughput`, :class:`MinCostKnapsack`, :class:`Pricing`, :class:`Recipe`.
+    Options: those of :class:`Throughput`, :class:`MinCostKnapsack`, :class:`Pricing`,
+    :class:`ErrorMetric` and :class:`Recipe`; ``accumulate`` is off, because plans come when the factor
+    changes.
     """
 
 

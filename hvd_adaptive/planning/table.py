@@ -32,13 +32,15 @@ class CandidateTable:
 
     Args:
         names: of the layers.
-        errors: ``float64[C_l]`` per layer: squared L2 error; all 0 where nobody needs them.
+        errors: ``float64[C_l]`` per layer: squared L2 error, or that in a metric (see
+            :class:`~hvd_adaptive.planning.metrics.ErrorMetric`); all 0 where nobody needs them.
         sizes: ``float64[C_l]`` per layer: bytes that one rank sends.
         labels: the same text for the same setting in different layers.
         factors: ``float64[C_l]`` per layer: nominal compression factors (100 for top-k of 1 %).
         defaults: ``int64[L]``: the candidate of each layer that is known to keep accuracy.
         dense: ``float64[L]``: bytes of the gradient.
         weights: ``float64[L]``: price of a byte in each layer (``T_l``).
+        energies: ``float64[L]``: squared L2 norm of what the errors are of; 0 where that is not known.
     """
 
     names: tuple[str, ...]
@@ -49,6 +51,7 @@ class CandidateTable:
     defaults: Int64s
     dense: Float64s
     weights: Float64s
+    energies: Float64s
 
     @classmethod
     def of(
@@ -61,8 +64,11 @@ class CandidateTable:
         dense: npt.ArrayLike,
         factors: knapsack.Rows | None = None,
         weights: npt.ArrayLike | None = None,
+        energies: npt.ArrayLike | None = None,
     ) -> CandidateTable:
-        """Check and convert; ``factors`` default to dense over compressed bytes, ``weights`` to 1.
+        """Check and convert.
+
+        ``factors`` default to dense over compressed bytes, ``weights`` to 1, ``energies`` to 0.
 
         Raises:
             ValueError: a NaN, an Inf, a negative number, or lengths that differ; the message names the
@@ -86,13 +92,15 @@ class CandidateTable:
             np.asarray(defaults, dtype=np.int64),
             dense,
             np.ones(len(names)) if weights is None else np.asarray(weights, dtype=np.float64),
+            np.zeros(len(names)) if energies is None else np.asarray(energies, dtype=np.float64),
         )
         table._check()
         return table
 
     def _check(self) -> None:
         candidates = (self.errors, self.sizes, self.labels, self.factors)
-        lengths = [len(each) for each in (*candidates, self.defaults, self.dense, self.weights)]
+        numbers = (self.defaults, self.dense, self.weights, self.energies)
+        lengths = [len(each) for each in (*candidates, *numbers)]
         if set(lengths) != {len(self.names)}:
             raise ValueError(f"{len(self.names)} layers, but entries for {lengths}")
         for name, default, *rows in zip(self.names, self.defaults, *candidates, strict=True):
@@ -101,12 +109,12 @@ class CandidateTable:
                     f"{name}: errors, sizes, labels and factors have lengths "
                     f"{[len(row) for row in rows]}, and the default is candidate {default}"
                 )
-            numbers = np.concatenate([rows[0], rows[1], rows[3]])
-            if not (np.isfinite(numbers) & (numbers >= 0)).all():
+            figures = np.concatenate([rows[0], rows[1], rows[3]])
+            if not (np.isfinite(figures) & (figures >= 0)).all():
                 raise ValueError(f"{name}: an error, a size or a factor is negative or not finite")
 
     def error(self, choice: Int64s) -> float:
-        """Squared L2 error of a choice; a dense layer has none."""
+        """Total error of a choice; a dense layer has none."""
         return total(self._pick(self.errors, np.zeros(len(self.names)), choice))
 
     def bytes(self, choice: Int64s) -> float:
@@ -194,7 +202,7 @@ class Limits:
     """What a budget grants.
 
     Args:
-        max_error: total squared error; infinite where it is not bounded.
+        max_error: total error, in the table's metric; infinite where it is not bounded.
         max_bytes: total bytes that one rank sends; counts where ``max_error`` is infinite.
         reference: ``int64[L]``: the choice that the bounds come from; None if there is none.
     """

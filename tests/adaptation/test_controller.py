@@ -10,6 +10,7 @@ import pytest
 from hvd_adaptive.adaptation.base import Assignment
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.adaptation.controller import LAG, AdaptationController
+from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.compressors import Compressor, parse
@@ -85,6 +86,33 @@ def test_a_decision_that_cannot_be_sent_raises_on_all_ranks(monkeypatch: pytest.
     monkeypatch.setattr(Planner, "plan", plan_with_an_object)
     with pytest.raises(RuntimeError, match=r"failed on rank 0 .*: TypeError: .* not JSON"):
         drive("lgreco:period=8", 2, 10)
+
+
+def test_the_time_of_communication_is_that_of_the_rank_where_it_took_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of the others waited for the last to join."""
+    waits = ((3.0, 1.0, 2.0), (1.0, 4.0, 2.0), (None, None, None), (5.0, 6.0, 1.5))
+
+    def work(rank: LocalRank) -> None:
+        channel = rank.channel("test.times")
+        recipe = parse_recipe("lgreco-time")
+        controller = AdaptationController(recipe, channel, Meter(), rank.rank, rank.size)
+        for step, seconds in enumerate((*waits, (1.0, 1.0, 1.0))):
+            span = seconds[rank.rank]
+            timings = [] if span is None else [
+                CollectiveTiming(0, 100, 10 * step, 10 * step + 0.5, 0.0),
+                CollectiveTiming(1, 300, 10 * step + 0.1, 10 * step + span, 0.0),
+            ]  # fmt: skip
+            controller.end_step(step, 0.1, timings)
+
+    seen: list[StepMeasurements] = []
+    monkeypatch.setattr(Planner, "observe", lambda planner, facts: seen.append(facts))
+    LocalGroup(3).run(work)
+    # of the first step nobody knows when it began, and of the third there is nothing to know
+    assert [facts.sync_seconds for facts in seen] == [None, pytest.approx(1), None, pytest.approx(1.5)]
+    sent = [None if facts.bucket_bytes is None else facts.bucket_bytes.tolist() for facts in seen]
+    assert sent == [None, [100, 300], None, [100, 300]]
 
 
 # --- the worker -----------------------------------------------------------------------------------

@@ -94,9 +94,9 @@ def matrix(layer: Layer, step: int) -> torch.Tensor:
     return ((left * spectrum) @ right.T).reshape(-1)
 
 
-def decisions(name: str, spec: str) -> list[tuple[Decision, np.ndarray, np.ndarray]]:
+def decisions(planned: str, spec: str) -> list[tuple[Decision, np.ndarray, np.ndarray]]:
     """Of two periods: one that is critical and one that is not; with the layers' errors and bytes."""
-    recipe, own, found = parse_recipe(f"{name}:low=2,high=0.5"), parse(spec), []
+    recipe, own, found = parse_recipe(planned), parse(spec), []
     planner = recipe.planner()
     sampler = Sampler(recipe, planner.needs | parse_recipe("lgreco").planner().needs, (), 1, {})
     sampler.rows = {each.name: LayerSamples.of(each, own, "allgather", (), 1) for each in MATRICES}
@@ -106,7 +106,7 @@ def decisions(name: str, spec: str) -> list[tuple[Decision, np.ndarray, np.ndarr
                 x = matrix(layer, 0)
                 sampler.observe(layer, x, x, 125 * step)
         measured = sampler.take()
-        table, _ = sampler.table(measured)
+        table = sampler.table(measured)
         energy, steps = sampler.period(measured)
         planner.observe(StepMeasurements(period, period_energy=energy, period_steps=steps))
         decision = planner.plan(PlanningInput(period, table))
@@ -117,10 +117,10 @@ def decisions(name: str, spec: str) -> list[tuple[Decision, np.ndarray, np.ndarr
 
 
 def test_a_range_beyond_accordions_levels_lets_lgreco_save_bytes_at_no_more_error() -> None:
-    spec = "powersgd:rank=4,levels=1-64"
-    for alone, both in zip(
-        decisions("accordion", spec), decisions("accordion+lgreco", spec), strict=True
-    ):
+    spec, levels = "powersgd:rank=4,levels=1-64", "low=2,high=0.5"
+    accordions = decisions(f"accordion:{levels}", spec)
+    combined = decisions(f"accordion+lgreco:{levels},metric=squared", spec)
+    for alone, both in zip(accordions, combined, strict=True):
         assert both[1].sum() <= alone[1].sum() * (1 + 1e-9)
         assert both[2].sum() < 0.97 * alone[2].sum()
-    assert [each.report["critical"] for each, *_ in decisions("accordion", spec)] == [1.0, 0.0]
+    assert [each.report["critical"] for each, *_ in accordions] == [1.0, 0.0]

@@ -19,6 +19,7 @@ from benchmarks.report import report
 QUICK = {
     "accuracy.aggregate_error": ("both: times less", "MLP, 8 ranks, two shots"),
     "accuracy.allocation": ("times fewer bytes", "MLP, powersgd:rank=4"),
+    "accuracy.sensitivity": ("all together", "loss at the last level"),
     "micro.bucket_costs": ("intercept", "r2 of single steps"),
     "micro.planning_cost": ("other steps", "MLP, topk"),
 }
@@ -34,6 +35,12 @@ def planning_cost() -> ModuleType:
 def allocation() -> ModuleType:
     pytest.importorskip("horovod.torch")
     return importlib.import_module("benchmarks.accuracy.allocation")
+
+
+@pytest.fixture
+def sensitivity() -> ModuleType:
+    pytest.importorskip("horovod.torch").init()
+    return importlib.import_module("benchmarks.accuracy.sensitivity")
 
 
 @pytest.mark.slow
@@ -166,3 +173,44 @@ def test_targets_count_what_is_really_sent(allocation: ModuleType) -> None:
     assert [line.split(":")[0] for line in found] == ["LSTM, topk", "LSTM, powersgd"]
     worse = {"models": {"LSTM": {key: {**row, "error": 1.01} for key in settings}}}
     assert sum("error" in line for line in allocation.missed(worse)) == len(settings)
+
+
+# --- sensitivity ----------------------------------------------------------------------------------
+
+
+def test_correlations_are_over_layers_and_over_levels(sensitivity: ModuleType) -> None:
+    # three layers, two levels: the metric ranks layers as the loss does at the first level alone
+    figures = {
+        "sensitivity": [[1.0, 3.0], [2.0, 1.0], [3.0, 2.0]],
+        "norm": [[10.0, 30.0], [20.0, 20.0], [30.0, 40.0]],
+    }
+    found = sensitivity.correlations([figures], "norm")
+    assert found["at levels"] == pytest.approx([1.0, np.corrcoef([3, 1, 2], [30, 20, 40])[0, 1]])
+    assert found["in layers"] == [pytest.approx(1.0), None, pytest.approx(-1.0)]
+    everything = np.corrcoef([1, 3, 2, 1, 3, 2], [10, 30, 20, 20, 30, 40])[0, 1]
+    assert found["all"] == pytest.approx(everything)
+    opposite = {**figures, "norm": (-np.array(figures["norm"])).tolist()}
+    assert sensitivity.correlations([figures, opposite], "norm")["all"] == pytest.approx(0.0)
+
+
+def test_short_runs_begin_at_the_same_checkpoint_and_compress_one_layer(
+    sensitivity: ModuleType,
+) -> None:
+    from hvd_adaptive.compressors import parse
+
+    preset = sensitivity.prepare(sensitivity.QUICK["MLP"])
+    plain, rises = [], []
+    for checkpoint in sensitivity.checkpoints_of(preset, (3, 6), 4, 2):
+        plain += [checkpoint.run(), checkpoint.run()]
+        compressor = parse(sensitivity.COMPRESSION)
+        rises.append(checkpoint.run((0, compressor, 0.003))[0] - plain[-1][0])
+        all_sent, _ = checkpoint.run((0, compressor, 1.0))  # its values are rounded
+        assert all_sent == pytest.approx(plain[-1][0], rel=1e-5)
+        moment = checkpoint.moments[0].average
+        assert moment.shape == plain[-1][1][0].shape
+        assert bool((moment > 0).any())
+    for first, again in (plain[:2], plain[2:]):
+        assert first[0] == again[0]
+        assert all(torch.equal(*pair) for pair in zip(first[1], again[1], strict=True))
+    assert plain[0][0] != plain[2][0]
+    assert all(rise != 0 for rise in rises)

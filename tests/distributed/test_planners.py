@@ -216,7 +216,7 @@ def test_what_is_not_finite_on_one_rank_does_not_stop_planning(name: str) -> Non
 
 @pytest.mark.ranks(2, 4)
 def test_lgreco_sends_less_and_loses_no_more() -> None:
-    model, optimizer = make("lgreco:period=8")
+    model, optimizer = make("lgreco:period=8,accumulate=false")
     run(model, optimizer, range(1))
     uniform = {row.layer: row for row in optimizer.plan}
     run(model, optimizer)
@@ -228,12 +228,10 @@ def test_lgreco_sends_less_and_loses_no_more() -> None:
             if rows[name].compressor != "none":
                 compressor = hva.compressors.parse(rows[name].compressor)
                 levels = [rows[name].level, uniform[name].level]
-                mine, reference = compressor.errors(
-                    grad.flatten(), levels, LayerContext(shape=SHAPES[name])
-                )
-                lost, allowed = lost + mine, allowed + reference
+                errors = compressor.errors(grad.flatten(), levels, LayerContext(shape=SHAPES[name]))
+                lost, allowed = lost + errors[0] ** 0.5, allowed + errors[1] ** 0.5
     # other gradients than those that were planned with
-    assert lost < 1.1 * allowed
+    assert lost < 1.05 * allowed
 
 
 @pytest.mark.ranks(2, 4)

@@ -106,7 +106,14 @@ def test_states_that_do_not_belong_together_are_an_error(states: list[Any], mess
 
 
 LAYERS = (Layer(0, "w", (64, 32)), Layer(1, "v", (40, 40)), Layer(2, "b", (64,)))
-PLANNERS = ("lgreco", "lgreco-time:trials=2", "kimad:seconds=1", "gravac", "accordion")
+PLANNERS = (
+    "lgreco",
+    "lgreco-time:trials=2",
+    "lgreco:metric=preconditioned",
+    "kimad:seconds=1",
+    "gravac",
+    "accordion",
+)
 
 
 def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
@@ -115,7 +122,9 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
     recipe = parse_recipe(planner)
     run = Run(LAYERS, CompressionConfig.of(own, None, "ef"), 0, recipe, (other,), ranks=2)
     rows = {layer.name: candidates_of(layer, [own, other]) for layer in LAYERS[:2]}
-    sums = {name: len(row) + 1 + len(other.levels(LAYERS[0])) for name, row in rows.items()}
+    twice = 2 if planner.endswith("preconditioned") else 1
+    varying = len(other.levels(LAYERS[0]))
+    sums = {name: twice * (len(row) + 1) + varying for name, row in rows.items()}
     chosen = {name: len(row) - 1 for name, row in rows.items()}
     planned = {name: rows[name][index] for name, index in chosen.items()}
     periods = planner.startswith("accordion")
@@ -135,7 +144,7 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
         '{"bytes": Infinity}, "reasons": ["why"], "errors": [[0.1, 0.0]], "energies": [[1.0, 2.0]]}',
         "table": [0.0] * (sum(sums.values()) + sketches),
         "sampled": 2,
-        "measured": {name: [[0.5] * sums[name], 1, None, None, 0] for name in rows},
+        "measured": {name: [[0.5] * sums[name], 1, 1, None, None, 0] for name in rows},
     }
     routes = {name: [format_spec(each.compressor), "ef"] for name, each in planned.items()}
     kept = {layer.name: {"residual": torch.ones(layer.numel)} for layer in LAYERS[:2]}

@@ -14,10 +14,12 @@ from scipy import optimize
 
 from hvd_adaptive.planning.costs import (
     BandwidthMonitor,
+    BucketCosts,
     OnlineCosts,
     fit_bucket_costs,
     nonnegative_least_squares,
     random_plans,
+    random_prices,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -86,6 +88,64 @@ def test_constant_seconds_are_all_intercept() -> None:
 def test_measurements_that_are_none_are_refused(nbytes: object, seconds: object) -> None:
     with pytest.raises(ValueError, match="bytes"):
         fit_bucket_costs(nbytes, seconds)  # type: ignore[arg-type]
+
+
+def test_standard_errors_are_those_of_least_squares() -> None:
+    """Against ``sigma^2 (X^T X)^-1`` and against the spread of many fits."""
+    rng = np.random.default_rng(4)
+    true, noise = np.array([5.0, 8.0, 3.0]), 0.3
+    nbytes = rng.uniform(1, 10, (50, 3))
+    rows = np.column_stack([np.ones(50), nbytes])
+    fits = [
+        fit_bucket_costs(nbytes, 100 + nbytes @ true + noise * rng.standard_normal(50))
+        for _ in range(400)
+    ]
+    inverse = np.sqrt(np.diag(np.linalg.inv(rows.T @ rows)))[1:]
+    spread = np.std([fit.coefficients for fit in fits], axis=0)
+    assert spread == pytest.approx(noise * inverse, rel=0.15)
+    assert np.mean([fit.errors for fit in fits], axis=0) == pytest.approx(noise * inverse, rel=0.05)
+    seconds = 100 + nbytes @ true + noise * rng.standard_normal(50)
+    residual = seconds - rows @ np.linalg.lstsq(rows, seconds)[0]
+    exact = math.sqrt(residual @ residual / 46) * inverse
+    assert fit_bucket_costs(nbytes, seconds).errors == pytest.approx(exact)
+    online = OnlineCosts(half_life=math.inf, ridge=0.0)
+    for row, value in zip(nbytes, seconds, strict=True):
+        online.observe(row, float(value))
+    found = online.fit()
+    assert found is not None
+    assert found.errors == pytest.approx(exact, rel=1e-6)
+
+
+def test_what_the_bytes_do_not_determine_has_an_infinite_error() -> None:
+    rng = np.random.default_rng(5)
+    one = rng.uniform(1, 10, 30)
+    nbytes = np.column_stack([one, np.full(30, 5.0), np.zeros(30), rng.uniform(1, 10, 30)])
+    errors = fit_bucket_costs(nbytes, 1 + nbytes @ [1.0, 1.0, 1.0, 2.0]).errors
+    assert np.isfinite(errors).tolist() == [True, False, False, True]
+    together = np.column_stack([one, 2 * one, rng.uniform(1, 10, 30)])
+    assert np.isfinite(fit_bucket_costs(together, 1 + one).errors).tolist() == [False, False, True]
+    assert np.isinf(fit_bucket_costs(nbytes[:5], one[:5]).errors).all()  # no step more than unknowns
+
+
+def test_prices_differ_as_far_as_the_coefficients_do_beyond_their_errors() -> None:
+    costs = BucketCosts(0.0, np.array([10.0, 6.0, 6.0, 0.0]), 1.0, np.array([0, 1, math.inf, 0]), 4.0)
+    assert costs.prices().tolist() == [10.0, 4 + 2 * (1 - 0.25), 4.0, 0.4]
+    same = BucketCosts(0.0, np.full(2, 3.0), 1.0, np.zeros(2), 3.0)
+    assert same.prices().tolist() == [3.0, 3.0]
+
+
+def test_prices_of_trials_come_in_pairs_that_are_inverse() -> None:
+    drawn = [random_prices(4, number) for number in range(40)]
+    prices = np.array([each for each, _ in drawn])
+    assert (prices[::2] * prices[1::2]) == pytest.approx(np.ones((20, 4)))
+    assert prices.min() >= 1 / 8
+    assert prices.max() <= 8
+    shares = [share for _, share in drawn]
+    assert min(shares) >= 0.25
+    assert max(shares) <= 1
+    assert len(set(shares)) == 40
+    assert (random_prices(4, 7)[0] == prices[7]).all()
+    assert (random_prices(4, 7, seed=1)[0] != prices[7]).any()
 
 
 def test_random_plans_vary_buckets_apart_and_can_be_taken_up_again() -> None:

@@ -8,6 +8,7 @@ import itertools
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,13 +83,14 @@ def test_lgreco_sends_less_than_the_default_and_loses_no_more() -> None:
     decision = parse("lgreco").planner().plan(PlanningInput(0, model_table()))
     default = model_table().defaults
     assert decision.report["bytes"] < 0.9 * model_table().bytes(default)
-    assert decision.report["error"] <= model_table().error(default)
+    norms = [row[index] ** 0.5 for row, index in zip(model_table().errors, default, strict=True)]
+    assert decision.report["error"] <= decision.report["max_error"] == pytest.approx(sum(norms))
 
 
 def test_combinations_take_their_reference_from_the_budget() -> None:
     for alone, combined in (("accordion", "accordion+lgreco"), ("gravac", "gravac+lgreco")):
         one = drive(parse(f"{alone}:period=10").planner(16), range(40))
-        both = drive(parse(f"{combined}:period=10").planner(16), range(40))
+        both = drive(parse(f"{combined}:period=10,metric=squared").planner(16), range(40))
         assert len(one) == len(both) > 3
         saved = []
         for reference, decision in zip(one, both, strict=True):
@@ -237,13 +239,17 @@ def test_a_fall_of_the_learning_rate_does_not_wait_for_the_period() -> None:
 # --- prices ---------------------------------------------------------------------------------------
 
 
-def bytes_by_bucket(decision: Decision) -> np.ndarray:
-    sizes = [row[index] for row, index in zip(model_table().sizes, decision.levels, strict=True)]
+def bytes_by_bucket(decision: Decision, seed: int = 0) -> np.ndarray:
+    return sent_by_bucket(decision.levels, seed)
+
+
+def sent_by_bucket(levels: np.ndarray, seed: int = 0) -> np.ndarray:
+    sizes = [row[index] for row, index in zip(model_table(seed).sizes, levels, strict=True)]
     return np.bincount(BUCKETS, sizes)
 
 
-def taught(spec: str, true: list[float]) -> Planner:
-    planner, rng = parse(spec).planner(), np.random.default_rng(0)
+def taught(name: str, true: list[float]) -> Planner:
+    planner, rng = parse(f"{name}:trials=0").planner(), np.random.default_rng(0)
     for step in range(100):
         sent = rng.uniform(1e3, 1e5, 3)
         planner.observe(
@@ -269,7 +275,7 @@ def test_equal_times_give_the_plan_of_bytes() -> None:
 
 
 def test_bytes_count_until_times_are_known() -> None:
-    planner = parse("lgreco-time").planner()
+    planner = parse("lgreco-time:trials=0").planner()
     decision = planner.plan(PlanningInput(0, model_table(), BUCKETS))
     assert "no times of these buckets yet" in decision.reasons[0]
     assert (
@@ -291,24 +297,78 @@ def test_prices_by_bucket_need_the_buckets() -> None:
         parse("lgreco:prices=linear").planner().plan(PlanningInput(0, model_table()))
 
 
-def test_random_plans_come_first_and_teach_the_times() -> None:
-    planner = parse("lgreco-time:trials=20,trial_steps=8,period=100").planner()
-    assert Measurement.BUCKETS in planner.needs
-    due, true = [], np.array([1e-9, 5e-8, 1e-9])
-    sent, changed = np.full(3, 1e4), -10
-    for step in range(200):
+def on_network(
+    planner: Planner, seconds_of: Callable[[np.ndarray], float], seed: int = 0, steps: int = 300
+) -> list[tuple[int, Decision]]:
+    """The steps after which plans were made, and these, on a network that takes so long."""
+    rng, made = np.random.default_rng(seed), []
+    sent, changed = sent_by_bucket(model_table(seed).defaults, seed), -10
+    for step in range(steps):
         # the first steps after a switch are slow, and must not count
-        slow = 10.0 if step <= changed + 5 else 1.0
-        planner.observe(
-            StepMeasurements(step, bucket_bytes=sent, sync_seconds=(0.01 + float(sent @ true)) * slow)
-        )
+        slow = 10.0 if step <= changed + 5 else 1.0 + 0.02 * abs(rng.standard_normal())
+        seconds = seconds_of(sent) * slow
+        planner.observe(StepMeasurements(step, bucket_bytes=sent, sync_seconds=seconds))
         if planner.due(step):
-            decision = planner.plan(PlanningInput(step, model_table(), BUCKETS))
-            sent, changed = bytes_by_bucket(decision), step
-            due.append(step)
-    assert due == [8 * trial for trial in range(21)]
-    assert "explain 1.000" in decision.reasons[0]
+            decision = planner.plan(PlanningInput(step, model_table(seed), BUCKETS))
+            sent, changed = bytes_by_bucket(decision, seed), step
+            made.append((step, decision))
+    return made
+
+
+@pytest.mark.parametrize("plans", ["prices", "levels"])
+def test_trials_come_first_and_teach_the_times(plans: str) -> None:
+    true = np.array([1e-9, 5e-8, 1e-9])
+    spec = f"lgreco-time:trials=20,trial_steps=8,period=100,trial_plans={plans}"
+    planner = parse(spec).planner()
+    assert Measurement.BUCKETS in planner.needs
+    made = on_network(planner, lambda sent: 0.001 + float(sent @ true), steps=200)
+    assert [step for step, _ in made] == [8 * trial for trial in range(21)]
+    assert "trial 20 of 20" in made[-2][1].reasons[0]
+    assert "times of buckets explain 0.9" in made[-1][1].reasons[0]
+    report = made[-1][1].report
+    costs = [report[f"bucket_cost_{bucket}"] for bucket in range(3)]
+    errors = [report[f"bucket_cost_error_{bucket}"] for bucket in range(3)]
+    assert costs == pytest.approx(true, abs=5e-9)
+    assert max(errors) < 5e-9
     assert Pricing(trials=1).prices == "bytes"
+    with pytest.raises(ValueError, match="trial_plans='any' is not one of prices, levels"):
+        parse("lgreco:trial_plans=any")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_by_default_trials_keep_the_bound_of_the_error_and_vary_all_buckets(seed: int) -> None:
+    made = on_network(parse("lgreco-time").planner(), lambda sent: 1e-7 * float(sent.sum()), seed)
+    trials = [decision for _, decision in made[:8]]
+    assert all("trial" in each.reasons[0] for each in trials)
+    assert all(each.report["error"] <= each.report["max_error"] for each in trials)
+    sent = np.array([bytes_by_bucket(each, seed) for each in trials])
+    assert (sent.std(axis=0) > 0.1 * sent.mean(axis=0)).all()
+
+
+def exposed(sent: np.ndarray) -> float:
+    """Seconds until the last bucket has been sent; the others hide behind the backward pass."""
+    end, launches = 0.0, (0.0, 0.1, 0.2)
+    for launched, nbytes in zip(launches, sent, strict=True):
+        end = max(end, launched) + 1e-7 * nbytes
+    return end
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5])  # of seed 3's last bucket nothing can be spared
+def test_where_only_the_last_bucket_is_exposed_lgreco_time_is_faster_than_lgreco(seed: int) -> None:
+    decision = on_network(parse("lgreco-time").planner(), exposed, seed)[-1][1]
+    by_bytes = parse("lgreco").planner().plan(PlanningInput(0, model_table(seed)))
+    assert decision.report["error"] <= decision.report["max_error"]
+    assert decision.report["max_error"] == by_bytes.report["max_error"]
+    waited = [exposed(bytes_by_bucket(each, seed)) - 0.2 for each in (decision, by_bytes)]
+    assert waited[0] < 0.85 * waited[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_all_buckets_cost_the_same_lgreco_time_sends_what_lgreco_does(seed: int) -> None:
+    planner = parse("lgreco-time").planner()
+    decision = on_network(planner, lambda sent: 0.01 + 1e-7 * float(sent.sum()), seed)[-1][1]
+    by_bytes = parse("lgreco").planner().plan(PlanningInput(0, model_table(seed)))
+    assert decision.report["bytes"] <= 1.01 * by_bytes.report["bytes"]
 
 
 # --- around ---------------------------------------------------------------------------------------
@@ -323,6 +383,7 @@ def test_random_plans_come_first_and_teach_the_times() -> None:
         "budgets.throughput",
         "costs",
         "knapsack",
+        "metrics",
         "planner",
         "recipes",
         "table",
