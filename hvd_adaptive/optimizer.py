@@ -511,7 +511,8 @@ def _wrap(
     if isinstance(reducer, ElasticReducer):
         follow(cls)
     alive = weakref.ref(wrapped)
-    reducer.set_param_groups(lambda: _groups_of(alive()), lambda: _state_of(alive()))
+    reducer.set_param_groups(lambda: _groups_of(alive()))
+    reducer.second_moments.state = lambda: _state_of(alive())
     weakref.finalize(wrapped, reducer.close)
     result: torch.optim.Optimizer = wrapped
     return result

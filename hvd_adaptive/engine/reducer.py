@@ -73,7 +73,7 @@ class Reducer:
         self._hooks = GradientHooks(options.passes, active, self._arrive)
         self._gradients = StepGradients(self._hooks)
         self._rates = LearningRates(self._hooks)
-        self._moments = SecondMoments(self._hooks, self._rates)
+        self.second_moments = SecondMoments(self._hooks, self._rates)
         context = FeedbackContext(self._rates.of, lambda: control.size, exchange.seed, exchange.rank)
         self._progress = Progress(self._rates)
         gradually = None if config.start is None else lambda: release_steps(self._progress.rounds)
@@ -96,7 +96,7 @@ class Reducer:
             self._progress,
             controller or NullController(),
         )
-        self._controller.use_second_moments(self._moments.of)
+        self._controller.use_second_moments(self.second_moments.of)
 
     @property
     def plan(self) -> Plan:
@@ -116,18 +116,9 @@ class Reducer:
     def _controller(self) -> Controller:
         return self._layout.controller
 
-    def set_param_groups(
-        self,
-        param_groups: Callable[[], list[dict[str, Any]]],
-        state: Callable[[], Mapping[Parameter, Mapping[str, Any]]] = dict,
-    ) -> None:
-        """Follow the learning rates, and the second moments, of an optimizer.
-
-        Args:
-            param_groups: its parameter groups.
-            state: its state of each parameter.
-        """
-        self._rates.param_groups, self._moments.state = param_groups, state
+    def set_param_groups(self, param_groups: Callable[[], list[dict[str, Any]]]) -> None:
+        """Follow the learning rates of the optimizer whose parameter groups these are."""
+        self._rates.param_groups = param_groups
 
     # --- parameters and arriving gradients --------------------------------------------------------
 

@@ -123,10 +123,9 @@ class VirtualRanks:
                     self._costs(exchange, control, choice, options, compute_seconds),
                 )
             reducer = Reducer(own, choice, options, control, exchange, controller=controller)
-            reducer.set_param_groups(
-                lambda: _as_groups_of(own, self._named, param_groups()),
-                lambda: _as_state_of(own, self._named, optimizer_state()),
-            )
+            reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
+            moments = reducer.second_moments
+            moments.state = lambda: _as_state_of(own, self._named, optimizer_state())
             return _Member(own, reducer)
 
         self._members = self.group.run(build)
