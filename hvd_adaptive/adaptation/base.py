@@ -73,6 +73,9 @@ class Controller(Protocol):
     def assignments(self) -> dict[str, Assignment]:
         """What the last plan gives to every layer."""
 
+    def sum_levels(self) -> dict[str, Level]:
+        """Levels at which it has sums compressed again, where they are not those of the layers."""
+
     def observes(self, step: int) -> bool:
         """Whether :meth:`observe` wants to see the layers of this step."""
 
@@ -144,6 +147,10 @@ class NullController:
         """There is no plan."""
 
     def assignments(self) -> dict[str, Assignment]:
+        """None."""
+        return {}
+
+    def sum_levels(self) -> dict[str, Level]:
         """None."""
         return {}
 

@@ -23,9 +23,9 @@ from hvd_adaptive.adaptation.candidates import (
 )
 from hvd_adaptive.adaptation.sketch import NUMBERS, signed_sums
 from hvd_adaptive.arrays import Float64s
-from hvd_adaptive.collectives import planned_link_bytes, scheme_for
+from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
 from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
-from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import CandidateTable, Measurement, Recipe, StepMeasurements
 from hvd_adaptive.planning.gradient_signals import GradientSignals
@@ -159,6 +159,19 @@ class LayerSamples:
                     for row in self.candidates
                 ]
             )
+
+    @property
+    def returned(self) -> float:
+        """Share of the layer's bytes that are sums, which may be compressed at a level of their own.
+
+        0 unless all candidates are levels of one compressor, whose payloads the scheme recompresses at
+        the level of the layer.
+        """
+        if self.scheme == AUTO:
+            return 0.0
+        scheme, families = scheme_named(self.scheme), {each.compressor for each in self.candidates}
+        one = len(families) == 1 and isinstance(self.own, GatheredCompressor)
+        return scheme.returned if one and not scheme.level else 0.0
 
     def sample(
         self,
@@ -364,7 +377,12 @@ class Sampler:
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
         varies = any(row.varying for row in self.rows.values())
-        asking = {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND, Measurement.SIGNALS}
+        asking = {
+            Measurement.GAINS,
+            Measurement.GAINS_BEFORE_SEND,
+            Measurement.SIGNALS,
+            Measurement.ERRORS_OF_SENT,
+        }
         return varies or bool(self._needs & asking)
 
     @property
@@ -436,14 +454,23 @@ class Sampler:
         energy = float(grad @ grad)
         if not np.isfinite(energy):
             return
-        if self.samples(step) and self._recipe.accumulate:
-            row.accumulate(grad)
-        elif self.samples(step):
-            row.sample(grad, x, energy, self._states, step, self.sampled % SAMPLES)
+        if self.samples(step):
+            self._sample(row, grad, x, energy, step)
         if self._sums_periods:
             row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
             self._measure_gains(row, energy, x, sent)
+
+    def _sample(self, row: LayerSamples, grad: Tensor, x: Tensor, energy: float, step: int) -> None:
+        """Measure errors: of what is compressed where the planner wants that, else of the gradient."""
+        if Measurement.ERRORS_OF_SENT in self._needs:
+            grad, energy = x, float(x @ x)
+            if not np.isfinite(energy):
+                return
+        if self._recipe.accumulate:
+            row.accumulate(grad)
+        else:
+            row.sample(grad, x, energy, self._states, step, self.sampled % SAMPLES)
 
     def _measure_gains(
         self, row: LayerSamples, energy: float, x: Tensor, sent: Float64s | None
@@ -610,6 +637,7 @@ def table_of_layers(
         [row.default for row in rows],
         [row.dense_link_bytes for row in rows],
         factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
+        returned=[row.returned for row in rows],
     )
 
 

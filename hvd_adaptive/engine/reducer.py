@@ -51,6 +51,7 @@ class Reducer:
         exchange: sends the buckets.
         active: False on a rank that communicates with nobody; it then does nothing at all.
         controller: changes levels during training; by default nothing does.
+        messages: agreement on what is learned and planned; by default ``control``.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Reducer:
         exchange: Exchange,
         active: bool = True,
         controller: Controller | None = None,
+        messages: Control | None = None,
     ) -> None:
         self._active = active
         self._options = options
         self._control = control
+        self._messages = messages or control
         self._exchange = exchange
         self._codecs = exchange.codec_states
         self._ballot = Ballot(exchange.transport, f"{exchange.prefix}.vote")
@@ -93,6 +96,7 @@ class Reducer:
             self._feedback,
             self._progress,
             controller or NullController(),
+            self._messages,
         )
 
     @property
@@ -304,8 +308,9 @@ class Reducer:
         if outcome["adapt"]:
             self._adapt()
         self._follow(outcome["collect"], outcome["ready"])
-        self._codecs.learn(self._control)
+        self._codecs.learn(self._messages)
         self._codecs.learn_next = outcome["relearn"]
+        self._progress.note_rates(outcome["rising"], self._options.lr_warmup)
         return dropped, outcome["dropped"]
 
     def _vote(self) -> list[str]:
@@ -315,6 +320,7 @@ class Reducer:
         self._ballot.cast(
             self.rounds,
             adapt=self._parameters_changed,
+            rising=self.rounds == 0 or self._rates.rising,
             relearn=self._rates.fell(self._codecs.least_drop),
             dropped=bool(dropped),
             collect=wanted.collect,
