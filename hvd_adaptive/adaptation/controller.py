@@ -183,17 +183,12 @@ class AdaptationController:
 
     def assignments(self) -> dict[str, Assignment]:
         """What the last plan gives to every layer."""
-        given: dict[str, Assignment] = {}
-        for name, row in self._sampler.rows.items():
-            index = self._levels[name]
-            chosen = row.candidates[index]
-            given[name] = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
-        return given
+        return self._sampler.assignments(self._levels)
 
     def sum_levels(self) -> dict[str, Level]:
         """Levels of sums that are compressed again, where they are not those of their layers."""
-        rows = zip(self._sampler.rows.items(), self._sums, strict=False)
-        return {name: row.candidates[index].level for (name, row), index in rows if index != DENSE}
+        given = self._sampler.assignments(dict(zip(self._sampler.rows, self._sums, strict=False)))
+        return {name: level for name, (compressor, level) in given.items() if compressor is not None}
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -247,9 +242,8 @@ class AdaptationController:
             completions.append(lambda facts: with_averages(facts, factors, averages()))
         if Measurement.TRANSFERS in self._needs:
             least = self._channel.least(rank_times(facts.compute_seconds, timings))
-            traffic = [timing.traffic for timing in timings]
-            ways = [timing.direction for timing in timings]
-            completions.append(lambda facts: with_transfers(facts, traffic, least(), ways))
+            known = [timing.traffic for timing in timings], [timing.direction for timing in timings]
+            completions.append(lambda facts: with_transfers(facts, known[0], least(), known[1]))
         if self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND} and not self._decided:
             facts = replace(facts, seconds=None)  # of a factor that nobody chose
         self._facts = (replace(facts, factor=self._factor), completions)

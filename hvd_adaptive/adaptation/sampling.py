@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.adaptation.base import Chain
+from hvd_adaptive.adaptation.base import Assignment, Chain
 from hvd_adaptive.adaptation.candidates import (
     Candidate,
     candidates_of,
@@ -27,7 +27,7 @@ from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, schem
 from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.layers import Layer, PayloadKind
-from hvd_adaptive.planning import CandidateTable, Measurement, Recipe, StepMeasurements
+from hvd_adaptive.planning import DENSE, CandidateTable, Measurement, Recipe, StepMeasurements
 from hvd_adaptive.planning.gradient_signals import GradientSignals
 from hvd_adaptive.rng import mix
 
@@ -365,6 +365,14 @@ class Sampler:
         # this step's sums over the layers: what each factor sends, and of what
         self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
+
+    def assignments(self, levels: Mapping[str, int]) -> dict[str, Assignment]:
+        """Compressor and level of the layers whose candidates are given by their index."""
+        given: dict[str, Assignment] = {}
+        for name, index in levels.items():
+            chosen = self.rows[name].candidates[index]
+            given[name] = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
+        return given
 
     # --- when -------------------------------------------------------------------------------------
 

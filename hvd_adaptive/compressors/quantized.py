@@ -384,18 +384,8 @@ def _observe(state: LearnedLevels, batch: LayerBatch) -> None:
 class _Random(Quantizer):
     """Members that round at random to one of the two levels around a value.
 
-    Args:
-        bits: bits per value; with 1 bit the levels are the norm and its negative.
-        block: elements that share a norm.
-        coding: ``fixed`` packs codes at their width; ``huffman`` codes them by how often they occur,
-            where that takes fewer bytes.
-        correlated: whether the ranks' random numbers are spread evenly, so that rounding errors cancel
-            in the mean (see :func:`hvd_adaptive.rng.dithers`).
-        rotate: ``none``, or ``hadamard``: quantize randomly rotated layers (see
-            :mod:`hvd_adaptive.compressors.rotation`).
-
-    Raises:
-        ValueError: an option is out of its range.
+    Options: see :class:`QSGD`. ``correlated`` is :func:`hvd_adaptive.rng.dithers`, ``rotate``
+    :mod:`hvd_adaptive.compressors.rotation`.
     """
 
     bits: int = 4
@@ -724,21 +714,7 @@ class OneBit(_Signs):
 class _Learned(_Random):
     """Members whose levels follow the gradients: they are sent with every body, 4 bytes per magnitude.
 
-    Args:
-        bits: bits per value.
-        block: elements that share a norm.
-        coding: ``huffman`` or ``fixed``.
-        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
-        rotate: ``none`` or ``hadamard``.
-        norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
-            twice that of ``max`` at equal bits (see benchmarks).
-        updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
-        drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
-        weighting: ``expected``, levels for the least variance of the gradient, in which blocks count by
-            their squared norm; or ``normalized`` (ALQ-N, AMQ-N), in which all blocks count alike.
-
-    Raises:
-        ValueError: an option is out of its range.
+    Options: see :class:`ALQ`.
     """
 
     bits: int = 3

@@ -88,16 +88,9 @@ class Reducer:
         for name, parameter in named:
             self.add(name, parameter)
         self._layout = Layout(
-            self._hooks,
-            config,
-            options,
-            control,
-            exchange,
-            self._feedback,
-            self._progress,
-            controller or NullController(),
-            self._messages,
-        )
+            self._hooks, config, options, control, exchange, self._feedback, self._progress,
+            controller or NullController(), self._messages,
+        )  # fmt: skip
 
     @property
     def plan(self) -> Plan:

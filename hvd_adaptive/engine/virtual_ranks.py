@@ -127,11 +127,8 @@ class VirtualRanks:
                     exchange.transport.topology.ranks_per_node,
                     self._costs(exchange, control, choice, options, compute_seconds),
                 )
-            channel = rank.channel("local.messages")
-            messages = ChannelControl(control, lambda: channel)
-            reducer = Reducer(
-                own, choice, options, control, exchange, controller=controller, messages=messages
-            )
+            messages = ChannelControl(control, lambda: rank.channel("local.messages"))
+            reducer = Reducer(own, choice, options, control, exchange, True, controller, messages)
             reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
             return _Member(own, reducer)
 

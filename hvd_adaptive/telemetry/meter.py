@@ -463,22 +463,35 @@ class Meter:
                 record["throughput/samples_per_sec"] = self._samples / total
         if self._loss.count:
             record["loss/rank_0"] = self._loss.take()
-        if sums[_PAYLOAD]:
-            record["compression/ratio_payload"] = sums[_DENSE] / sums[_PAYLOAD]
-        if sums[_TRAFFIC]:
-            dense_traffic = self._dense_traffic * sums[_DENSE]
-            record["compression/ratio_traffic"] = dense_traffic / sums[_TRAFFIC]
-        if sums[_ENERGY]:
-            record["compression/gain"] = sums[_SENT] / sums[_ENERGY]
-            left = (sums[_ENERGY] - sums[_SENT]) / steps
-            # Rounding may leave a little less than nothing; a NaN stays one.
-            record["residual/norm"] = 0.0 if left < 0 else math.sqrt(left)
+        record |= _ratios(sums, steps, self._dense_traffic)
         record |= self._layers.record()
-        for bucket, row in enumerate(self._rows):
-            record[f"bucket/{bucket}/communicate_ms"] = row[_COMMUNICATE] / steps * 1e3
-            record[f"bucket/{bucket}/compress_ms"] = row[_COMPRESS] / steps * 1e3
-            record[f"bucket/{bucket}/payload_bytes"] = row[_PAYLOAD] / steps
+        record |= _of_buckets(self._rows, steps)
         return record
+
+
+def _ratios(sums: Sequence[float], steps: int, dense_traffic: float) -> dict[str, float]:
+    """What was sent of what there was; what has no meaning is left out."""
+    record: dict[str, float] = {}
+    if sums[_PAYLOAD]:
+        record["compression/ratio_payload"] = sums[_DENSE] / sums[_PAYLOAD]
+    if sums[_TRAFFIC]:
+        record["compression/ratio_traffic"] = dense_traffic * sums[_DENSE] / sums[_TRAFFIC]
+    if sums[_ENERGY]:
+        record["compression/gain"] = sums[_SENT] / sums[_ENERGY]
+        left = (sums[_ENERGY] - sums[_SENT]) / steps
+        # Rounding may leave a little less than nothing; a NaN stays one.
+        record["residual/norm"] = 0.0 if left < 0 else math.sqrt(left)
+    return record
+
+
+def _of_buckets(rows: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
+    """Means of each bucket."""
+    record: dict[str, float] = {}
+    for bucket, row in enumerate(rows):
+        record[f"bucket/{bucket}/communicate_ms"] = row[_COMMUNICATE] / steps * 1e3
+        record[f"bucket/{bucket}/compress_ms"] = row[_COMPRESS] / steps * 1e3
+        record[f"bucket/{bucket}/payload_bytes"] = row[_PAYLOAD] / steps
+    return record
 
 
 def _ratio(numerator: float, denominator: float) -> float:

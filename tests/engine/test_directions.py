@@ -160,9 +160,9 @@ def test_kimad_prices_what_is_compressed(
     seen: list[tuple[str, Tensor, float]] = []
     sample = LayerSamples.sample
 
-    def watched(self: LayerSamples, grad: Tensor, x: Tensor, energy: float, states: Any) -> None:
+    def watched(self: LayerSamples, grad: Tensor, x: Tensor, energy: float, *more: Any) -> None:
         seen.append((self.layer.name, grad.clone(), energy))
-        sample(self, grad, x, energy, states)
+        sample(self, grad, x, energy, *more)
 
     ranks, _ = run(3, feedback=feedback)  # plans have not come yet; the next sampled step is 4
     held = [copy.deepcopy(state["kept"]) for state in ranks.compression_state_dicts()]
@@ -188,7 +188,7 @@ def test_kimad_prices_what_is_compressed(
 def test_other_planners_measure_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
-    def watched(self: LayerSamples, grad: Tensor, x: Tensor, energy: float, states: Any) -> None:
+    def watched(self: LayerSamples, grad: Tensor, *more: Any) -> None:
         seen.append(grad.clone())
 
     monkeypatch.setattr(LayerSamples, "sample", watched)

@@ -58,7 +58,7 @@ def records(recorder: Recorder, ranks: int, steps: int, **options: Any) -> list[
         virtual.reduce([gradients(rank, step) for rank in range(ranks)])
         for meter in recorder.meters:  # type: ignore[attr-defined]
             meter.end_step(step)
-    return [record for _, record in recorder.records if "step_time/total" in record]
+    return [record for _, record in recorder.records if "time/step_ms" in record]
 
 
 GAINS = {"compression/gain", "residual/norm", *(f"gain/{name}" for name in SHAPES)}
