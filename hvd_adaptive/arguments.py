@@ -21,7 +21,14 @@ from hvd_adaptive import planning
 from hvd_adaptive.adaptation.automatic import expand
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
 from hvd_adaptive.compressors import CastCompressor, Compressor, NoCompression, format_spec
-from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, ReducerOptions, Spec, parse_as
+from hvd_adaptive.config import (
+    DEFAULT_SCHEME,
+    CompressionConfig,
+    ReducerOptions,
+    Spec,
+    parse_as,
+    read_lr_warmup,
+)
 from hvd_adaptive.engine.routing import check_dtypes, unfit_dtypes
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Recipe
@@ -75,7 +82,7 @@ class Arguments:
     scheme: str | Mapping[str, str]
     planner: str | Recipe | None
     candidates: Sequence[Spec]
-    dense_steps: int
+    dense_steps: int | str
     bucket_cap_mb: float
     telemetry: Telemetry | str | os.PathLike[str] | None
     overrides: Mapping[str, Spec] | None
@@ -113,8 +120,8 @@ class Arguments:
         config = replace(config, start=chosen.start)
         config.check_patterns([name for name, _ in named])
         _check_momentum(config, self.optimizer)
-        dense_steps = at_least(0, "dense_steps", self.dense_steps)
-        if self.op == hvd.Adasum and not _is_plain(config, dense_steps):
+        dense_steps, lr_warmup = _dense_steps(self.dense_steps)
+        if self.op == hvd.Adasum and not _is_plain(config, dense_steps or lr_warmup):
             raise ValueError(
                 "op=Adasum combines whole gradients: it works only with compression='none' and "
                 "without overrides; use op=Average or op=Sum with compression"
@@ -124,6 +131,7 @@ class Arguments:
             passes,
             _flag("sparse_as_dense", self.sparse_as_dense),
             dense_steps,
+            lr_warmup,
             _positive("bucket_cap_mb", self.bucket_cap_mb) * (1 << 20),
             _group_names(self.groups, named),
             _recipe(chosen.planner, config, alternatives),
@@ -143,7 +151,7 @@ def warn_without_dense_steps(checked: Checked) -> None:
     """Warn where elements wait in residuals from the first step on, which costs accuracy."""
     config, options = checked.config, checked.options
     selecting = [each for each in config.compressors if each.selects and each.biased]
-    if selecting and options.dense_steps == 0 and config.start is None:
+    if selecting and not (options.dense_steps or options.lr_warmup) and config.start is None:
         warnings.warn(
             f"compression={format_spec(selecting[0])!r} without dense_steps: in short training runs, "
             "what is sent late costs accuracy; write dense_steps=N for some 5 to 10 % of the steps, or "
@@ -251,6 +259,13 @@ def horizon_of(scheduler: Any) -> int:
             f"{type(scheduler).__name__} does not tell when it ends: write the number of steps"
         )
     return int(known[0])
+
+
+def _dense_steps(value: Any) -> tuple[int, int]:
+    """How many dense steps, or after how many without a rise of the learning rate they end."""
+    if isinstance(value, str) and value.startswith("lr_warmup"):
+        return 0, read_lr_warmup(value)
+    return at_least(0, "dense_steps", value), 0
 
 
 def _check_seed(seed: Any) -> None:

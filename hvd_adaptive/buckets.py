@@ -39,6 +39,8 @@ class Route:
     """The feedback rule, as text."""
     keeps: bool = True
     """False if what the layer does not send is dropped, though its bucket keeps that of others."""
+    sum_level: Level = 0.0
+    """Of sums that the scheme compresses again; 0 where it is that of the layer, or of the scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Segment:
     stop: int
     keeps: bool = True
     """Whether what is not sent is kept, as the bucket's feedback says."""
+    sum_levels: tuple[Level, ...] = ()
+    """Of the layers' sums, where a scheme compresses them again; 0 takes that of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +243,11 @@ def _bucket(index: int, layers: Iterable[Layer], routes: Mapping[str, Route]) ->
     segments: list[Segment] = []
     for (compressor, keeps), members in by_compressor.items():
         levels = tuple(routes[layer.name].level for layer in members)
-        segments.append(Segment(compressor, levels, len(ordered), len(ordered) + len(members), keeps))
+        sums = tuple(routes[layer.name].sum_level for layer in members)
+        end = len(ordered) + len(members)
+        segments.append(
+            Segment(compressor, levels, len(ordered), end, keeps, sums if any(sums) else ())
+        )
         ordered.extend(members)
     key = _key(ordered[0], routes[ordered[0].name])
     return Bucket(

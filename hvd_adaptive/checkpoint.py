@@ -6,6 +6,8 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ==============  ======  ==============================================================================
 ``format``      shared  :data:`STATE_FORMAT`
 ``rounds``      shared  how often gradients were synchronized
+``dense_until`` shared  after how many of them the learning rate's warm-up had ended; None before that
+``flat_steps``  shared  steps since the learning rate has risen, as long as that counts
 ``order``       shared  names of the layers that were trained, in the order in which they are sent
 ``routes``      shared  of these layers, compressor and feedback rule, as text; none before a step
 ``kept``                of each layer, by slot, what its feedback rule keeps, 1-D; and its residual,
@@ -18,6 +20,7 @@ tensors, and dicts and lists of these. ``shared`` items are the same on all rank
 ``last_rates``          the learning rates of the last step
 ``learn_next``  shared  whether compressors that learn do so in the next step
 ``planned``     shared  of some layers, compressor (None: dense) and level that a planner gave them
+``sums``        shared  of some layers, the level at which a planner has their sums compressed again
 ``codecs``      shared  what compressors have learned, by their text
 ``controller``               what the planner's driver knows, as ``_PILOT`` below says; None without one
 ==============  ======  ==============================================================================
@@ -34,7 +37,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -45,13 +48,13 @@ from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
 from hvd_adaptive.adaptation.sampling import SKETCH, measured_numbers, preconditions
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level
-from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.config import CompressionConfig, ReducerOptions
 from hvd_adaptive.engine.routing import routes_of
 from hvd_adaptive.feedback import RESIDUAL, FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import DENSE, Measurement, Recipe
 
-STATE_FORMAT = 8
+STATE_FORMAT = 9
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Run:
     Args:
         layers: all parameters, trained or not.
         choice: the user's compressors.
-        dense_steps: dense steps at the start.
+        options: how it sends gradients.
         recipe: of the planner; None without one.
         alternatives: compressors whose levels the planner may choose besides those of ``choice``.
         ranks: how many there are.
@@ -69,7 +72,7 @@ class Run:
 
     layers: Sequence[Layer]
     choice: CompressionConfig
-    dense_steps: int = 0
+    options: ReducerOptions = field(default_factory=ReducerOptions)
     recipe: Recipe | None = None
     alternatives: tuple[Compressor, ...] = ()
     ranks: int = 1
@@ -111,13 +114,15 @@ def shared(state: Mapping[str, Any]) -> dict[str, str]:
     """What of a state (a checked one) must be equal on all ranks, by its name, as short text."""
     controller = dict(state["controller"] or {})
     assigned: Any = state["planned"]
-    items = ["recipe", "factor", "decided", "factors", "factors_since", "sampled", "told", "levels"]
+    items = ["recipe", "factor", "decided", "factors", "factors_since", "sampled"]
+    items += ["told", "sums", "levels"]
     if len(controller.get("told", ())) > 1:  # each rank has its own levels
         assigned = {name: compressor for name, (compressor, _) in assigned.items()}
         items.remove("levels")
     found = {key: state[key] for key in ("format", "rounds", "order", "routes", "learn_next")}
     found |= {"planned": assigned, "codecs": state["codecs"], "shards": state["shards"]}
     found["costs"] = state.get("costs")
+    found |= {key: state[key] for key in ("sums", "dense_until", "flat_steps")}
     found |= {f"controller['{key}']": controller[key] for key in items if key in controller}
     return {key: _brief(value) for key, value in found.items()}
 
@@ -370,12 +375,14 @@ _DECISION = _record(
     reasons=_list_of(_text),
     errors=_list_of(_list_of(_number)),
     energies=_list_of(_list_of(_number)),
+    sums=_list_of(_index),
 )
 _PILOT = _record(
     recipe=_text,  # the planner's class
     planner=_by_name(lambda value, path: None),  # see _check_planner
     levels=_by_name(_index),  # of each layer, under the last decision
     told=_list_of(_list_of(_index)),  # the last decision: a row for all ranks, or one for each
+    sums=_list_of(_index),  # the same of sums that are compressed again; none where there is none
     expected=_by_name(_row(_number, _number)),  # squared error and energy of layers
     factor=_above_0,
     decided=_flag,
@@ -416,6 +423,8 @@ _COSTS = _record(
 )
 _STATE = _record(
     rounds=_count,
+    dense_until=_maybe(_count),
+    flat_steps=_count,
     order=_unique_names,
     routes=_by_name(_row(_compressor, _rule)),
     kept=_by_name(_by_name(_values([torch.float32, torch.bfloat16]))),
@@ -427,6 +436,7 @@ _STATE = _record(
     last_rates=_list_of(_number),
     learn_next=_flag,
     planned=_by_name(_row(_maybe(_compressor), _number)),
+    sums=_by_name(_above_0),
     codecs=_by_name(_of("a dict", lambda value: isinstance(value, Mapping))),
     controller=_maybe(_PILOT),
 )
@@ -516,10 +526,10 @@ def _check_codecs(state: Mapping[str, Any]) -> dict[str, CodecState]:
         _compressor(spec, path)
         key = parse(spec).state_key
         codec = key.new_state()
-        if codec is None or format_spec(key) != spec:
+        if codec is None or parse(spec) != key:
             raise _refused(path, "is of a compressor that learns nothing, or not under this name")
         _restore(codec, learned, path)
-        found[spec] = codec
+        found[format_spec(key)] = codec
     for name, (spec, _) in state["routes"].items():
         key = parse(spec).state_key
         if key.new_state() is not None and format_spec(key) not in found:
@@ -566,6 +576,8 @@ def _check_controller(state: Mapping[str, Any]) -> None:
     if list(controller["measured"]) != list(controller["levels"]):
         raise _refused("controller['measured']", "and controller['levels'] must name the same layers")
     rows = {"controller['told']": controller["told"]}
+    if controller["sums"]:
+        rows["controller['sums']"] = [controller["sums"]]
     decision = _decision_of(controller)
     if decision is not None:
         if controller["trigger"] is None:
@@ -573,6 +585,8 @@ def _check_controller(state: Mapping[str, Any]) -> None:
                 "controller['trigger']", "must be the step that controller['message'] belongs to"
             )
         rows |= {f"controller['message']: {key}": decision[key] for key in ("levels", "errors")}
+        if decision["sums"]:
+            rows["controller['message']: sums"] = [decision["sums"]]
         if len({len(decision[key]) for key in ("levels", "errors", "energies")}) != 1:
             raise _refused("controller['message']", "must have as many levels as errors and energies")
     for path, lists in rows.items():
@@ -593,7 +607,7 @@ def _check_names(
     state: Mapping[str, Any], codecs: Mapping[str, CodecState], layers: Mapping[str, Layer]
 ) -> None:
     """Everything is of layers that the model has, and of their sizes."""
-    names: dict[str, Any] = {key: state[key] for key in ("order", "kept", "rates", "planned")}
+    names: dict[str, Any] = {key: state[key] for key in ("order", "kept", "rates", "planned", "sums")}
     controller = state["controller"] or {"levels": (), "measured": {}, "expected": ()}
     names |= {f"controller['{key}']": controller[key] for key in ("levels", "expected")}
     for path, found in names.items():
@@ -628,7 +642,8 @@ def _check_names(
 def _check_slots(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer]) -> None:
     """Each slot is one that the layer's rule in this run has."""
     choice = run.choice if run.recipe is None else replace(run.choice, planned=planned(state))
-    step = state["rounds"] - run.dense_steps
+    until = state["dense_until"] if run.options.lr_warmup else run.options.dense_steps
+    step = -1 if until is None else state["rounds"] - until
     routes = routes_of(choice, run.layers, frozenset(), max(0, step), warmup=step < 0)
     for name, slots in state["kept"].items():
         rule = routes[name].feedback
@@ -648,6 +663,10 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
     for name, (compressor, level) in planned(state).items():
         if not _can_be_given(level, compressor, layers[name], run.recipe):
             raise _refused(f"planned[{name!r}]", f"has the level {level}, which is none of its own")
+    for name, level in state["sums"].items():
+        compressor, _ = planned(state).get(name, (None, 0))
+        if compressor is None or level not in compressor.levels(layers[name]):
+            raise _refused(f"sums[{name!r}]", f"has the level {level}, which is none of its layer's")
     controller = state["controller"]
     if run.recipe is None or controller is None:
         return
@@ -711,6 +730,9 @@ def _indices(controller: Mapping[str, Any], name: str, position: int) -> Iterato
         yield "controller['told']", row[position]
     for row in (_decision_of(controller) or {"levels": ()})["levels"]:
         yield "controller['message']: levels", row[position]
+    for sums in (controller["sums"], (_decision_of(controller) or {"sums": ()})["sums"]):
+        if sums:
+            yield "controller['sums']", sums[position]
 
 
 def _candidates(run: Run, layer: Layer) -> tuple[Candidate, ...]:

@@ -22,7 +22,7 @@ from hvd_adaptive.compressors import (
 )
 from hvd_adaptive.compressors.base import GatheredCompressor, Level
 from hvd_adaptive.feedback import Feedback, format_rule
-from hvd_adaptive.layers import Layer
+from hvd_adaptive.layers import SMALL_NUMEL, Layer
 from hvd_adaptive.planning import Recipe
 
 Spec: TypeAlias = str | Compressor | type[Compressor]
@@ -31,9 +31,6 @@ DEFAULT_SCHEME = "allgather"
 """Of what is encoded, where the user names none."""
 
 _SCHEME_OPTION = re.compile(r"[:,]\s*scheme\s*=\s*([^,]*)")
-SMALL_NUMEL = 1024
-"""Tensors under this size, and biases and norms, are sent dense: they are under 1 % of a model's bytes
-and lose most by compression."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,8 @@ class ReducerOptions:
         passes: backward passes before a gradient is sent.
         sparse_as_dense: send sparse gradients as dense ones.
         dense_steps: steps at the start that send dense gradients.
+        lr_warmup: in the place of ``dense_steps``, send dense gradients until the learning rate has not
+            risen for so many steps; 0 counts ``dense_steps``.
         bucket_cap_bytes: dense bytes at which a bucket is closed.
         groups: names of layers that are sent together, or a number of groups, or 0.
         planner: what changes levels during training.
@@ -53,10 +52,32 @@ class ReducerOptions:
     passes: int = 1
     sparse_as_dense: bool = False
     dense_steps: int = 0
+    lr_warmup: int = 0
     bucket_cap_bytes: float = 25.0 * (1 << 20)
     groups: int | tuple[tuple[str, ...], ...] = 0
     planner: Recipe | None = None
     candidates: tuple[Compressor, ...] = ()
+
+
+def read_lr_warmup(text: str) -> int:
+    """Steps without a rise that ``"lr_warmup"`` or ``"lr_warmup:STEPS"`` waits for.
+
+    Raises:
+        ValueError: the text is neither.
+
+    Example:
+        >>> read_lr_warmup("lr_warmup"), read_lr_warmup("lr_warmup:500")
+        (1, 500)
+    """
+    name, colon, steps = text.partition(":")
+    if name == "lr_warmup" and not colon:
+        return 1
+    if name != "lr_warmup" or not steps.isdecimal() or not int(steps):
+        raise ValueError(
+            f"dense_steps={text!r}: write a whole number, 'lr_warmup', or 'lr_warmup:STEPS' where the "
+            "rate is set once in so many steps"
+        )
+    return int(steps)
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,8 @@ class CompressionConfig:
         feedback: a rule, or None to let each compressor choose.
         planned: what a planner gives to some layers, by name, in the place of their compressor and
             its level; no compressor means dense.
+        sums: levels that a planner gives to sums which a scheme compresses again, by layer, where they
+            are not those of the layers.
         schemes: name patterns and the collective schemes of what is encoded, as text; the first that
             matches counts.
         start: what layers do until a planner has decided on them; None for their own compressor.
@@ -79,6 +102,7 @@ class CompressionConfig:
     feedback: Feedback | None = None
     planned: Mapping[str, tuple[Compressor | None, Level]] = field(default_factory=dict)
     schemes: tuple[tuple[str, str], ...] = ()
+    sums: Mapping[str, Level] = field(default_factory=dict)
     start: CastCompressor | None = None
 
     @classmethod

@@ -9,6 +9,10 @@ import torch
 
 _CPU = torch.device("cpu")
 
+SMALL_NUMEL = 1024
+"""Tensors under this size, and biases and norms, are sent dense: they are under 1 % of a model's bytes
+and lose most by compression."""
+
 
 class PayloadKind(Enum):
     """What can be done to payloads on their way; compressors declare it, schemes carry one kind."""

@@ -33,7 +33,7 @@ from hvd_adaptive.arguments import (
 )
 from hvd_adaptive.collectives import AUTO, reduces_in_nodes
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.control_channel import HorovodChannel, open_channel
+from hvd_adaptive.comm.control_channel import ChannelControl, HorovodChannel, open_channel
 from hvd_adaptive.comm.excepthook import name_this_rank
 from hvd_adaptive.comm.node_groups import REMEDY, NodeGroups, node_groups
 from hvd_adaptive.comm.transport import Transport
@@ -68,7 +68,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     scheme: str | Mapping[str, str] = DEFAULT_SCHEME,
     planner: str | Recipe | None = None,
     candidates: Sequence[Spec] = (),
-    dense_steps: int = 0,
+    dense_steps: int | str = 0,
     bucket_cap_mb: float = 25.0,
     telemetry: Telemetry | str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Spec] | None = None,
@@ -108,7 +108,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             ``"gravac+lgreco"``, ``"cgx"`` or ``"auto"``, with options as in ``"lgreco:period=200"``;
             None keeps the levels that ``compression`` and ``overrides`` name.
         candidates: compressors whose levels a planner may choose besides those of ``compression``.
-        dense_steps: steps at the start that send dense gradients.
+        dense_steps: steps at the start that send dense gradients; or ``"lr_warmup"``: until the
+            learning rate stops rising, or, as in ``"lr_warmup:500"``, has not risen for so many steps,
+            where it is set once per epoch.
         bucket_cap_mb: dense MiB at which a bucket is closed.
         telemetry: folder for TensorBoard and JSON lines, or a :class:`Telemetry`.
         overrides: compressors by parameter name pattern, as in ``{"*.bias": "none"}``; the first
@@ -233,13 +235,15 @@ def _reducer(
     )
     exchange = Exchange(transport, meter, prefix, int(arguments.seed), hvd.rank())
 
+    name = f"{prefix}.plan"
+    channel = functools.cache(lambda: open_channel(name, control, process_set))
+
     def new_controller() -> Controller:
         if not active or options.planner is None:
             return NullController()
-        name = f"{prefix}.plan"
         return AdaptationController(
             options.planner,
-            HorovodChannel(name, process_set) if elastic else open_channel(name, control, process_set),
+            HorovodChannel(name, process_set) if elastic else channel(),
             meter,
             control.rank,
             control.size,
@@ -259,7 +263,7 @@ def _reducer(
         checked.named, checked.config, options, control, exchange, active, new_controller(),
     )  # fmt: skip
     if not elastic:
-        return Reducer(*parts)
+        return Reducer(*parts, messages=ChannelControl(control, channel))
     return ElasticReducer(
         *parts,
         agree=lambda: control.agree("DistributedOptimizer", lambda: checked, Checked.digest),

@@ -77,6 +77,9 @@ class Controller(Protocol):
     def use_second_moments(self, of: Callable[[Layer], SecondMoment | None]) -> None:
         """Look the optimizer's second moment of a layer up by this."""
 
+    def sum_levels(self) -> dict[str, Level]:
+        """Levels at which it has sums compressed again, where they are not those of the layers."""
+
     def observes(self, step: int) -> bool:
         """Whether :meth:`observe` wants to see the layers of this step."""
 
@@ -153,6 +156,10 @@ class NullController:
 
     def use_second_moments(self, of: Callable[[Layer], SecondMoment | None]) -> None:
         """Nothing is looked up."""
+
+    def sum_levels(self) -> dict[str, Level]:
+        """None."""
+        return {}
 
     def observes(self, step: int) -> bool:
         """Never."""

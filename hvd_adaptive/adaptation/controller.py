@@ -46,7 +46,7 @@ from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.excepthook import told_by, told_here
-from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, Level
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import (
     DENSE,
@@ -115,6 +115,7 @@ class AdaptationController:
         self._levels: dict[str, int] = {}
         self._last_decision: tuple[tuple[int, ...], ...] = ()
         """The last decision's levels: a row that counts for all ranks, or a row for each."""
+        self._sums: tuple[int, ...] = ()  # of sums that are compressed again, likewise
         self.expected: dict[str, Expected] = {}
         """What the last plan expects of every layer, where errors were measured."""
         self._forecast = Forecast(meter)
@@ -169,7 +170,7 @@ class AdaptationController:
         check_ranges(self.recipe, rows)
         self._sampler.rows = {row.layer.name: row for row in rows}
         self._levels = {name: row.default for name, row in self._sampler.rows.items()}
-        self._last_decision, self.expected = (), {}
+        self._last_decision, self._sums, self.expected = (), (), {}
         # a plan of other layers is of no use
         self._averages = self._table = self._trigger = None
         self._worker.forget()
@@ -183,12 +184,12 @@ class AdaptationController:
 
     def assignments(self) -> dict[str, Assignment]:
         """What the last plan gives to every layer."""
-        given: dict[str, Assignment] = {}
-        for name, row in self._sampler.rows.items():
-            index = self._levels[name]
-            chosen = row.candidates[index]
-            given[name] = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
-        return given
+        return self._sampler.assignments(self._levels)
+
+    def sum_levels(self) -> dict[str, Level]:
+        """Levels of sums that are compressed again, where they are not those of their layers."""
+        given = self._sampler.assignments(dict(zip(self._sampler.rows, self._sums, strict=False)))
+        return {name: level for name, (compressor, level) in given.items() if compressor is not None}
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -246,8 +247,8 @@ class AdaptationController:
             completions.append(lambda facts: with_averages(facts, factors, averages()))
         if Measurement.TRANSFERS in self._needs:
             least = self._channel.least(rank_times(facts.compute_seconds, timings))
-            traffic = [timing.traffic for timing in timings]
-            completions.append(lambda facts: with_transfers(facts, traffic, least()))
+            known = [timing.traffic for timing in timings], [timing.direction for timing in timings]
+            completions.append(lambda facts: with_transfers(facts, known[0], least(), known[1]))
         if Measurement.BUCKETS in self._needs:
             span = np.array([np.inf if facts.sync_seconds is None else facts.sync_seconds])
             fastest = self._channel.least(span)
@@ -308,7 +309,8 @@ class AdaptationController:
         measured_errors = Measurement.ERRORS in self._needs
         seen = [(table, table.energies if measured_errors else np.zeros(0)) for table in tables]
         message = _message(decision, seen, choices, planner.factors, perf_counter() - start)
-        return replace(message, changed=not self._decided or message.levels != self._last_decision)
+        told = (self._last_decision, self._sums)
+        return replace(message, changed=not self._decided or (message.levels, message.sums) != told)
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do some work on rank 0; its failure is reported to all ranks."""
@@ -382,7 +384,7 @@ class AdaptationController:
             failure = RuntimeError(f"the planner failed on {_PLANNING_RANK}: {message.error}")
             marked = told_here(failure) if self._first else told_by(_PLANNING_RANK, failure)
             raise marked from self._worker.failure
-        self._last_decision = message.levels
+        self._last_decision, self._sums = message.levels, message.sums
         # a decision for other ranks, in a resumed run, has a row that all can use: the first
         mine = self._rank if len(message.levels) == self._ranks else 0
         names = list(self._sampler.rows)
@@ -418,6 +420,7 @@ class AdaptationController:
             "planner": self._worker.planner.state_dict(),
             "levels": dict(self._levels),
             "told": [list(row) for row in self._last_decision],
+            "sums": list(self._sums),
             "expected": dict(self.expected),
             "factor": self._factor,
             "decided": self._decided,
@@ -462,6 +465,7 @@ class AdaptationController:
         self._table = None if state["table"] is None else np.array(state["table"])
         self._levels = dict(state["levels"])
         self._last_decision = tuple(tuple(row) for row in state["told"])
+        self._sums = tuple(state["sums"])
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         self._sampler.restore(state["measured"])
 
@@ -510,6 +514,7 @@ def _message(
             _errors_at(table, choice) for (table, _), choice in zip(seen, choices, strict=True)
         ),
         energies=tuple(tuple(each.tolist()) for _, each in seen),
+        sums=() if decision.sums is None else tuple(decision.sums.tolist()),
     )
     message.to_json()  # what cannot be sent must fail here, where it is reported to all ranks
     return message

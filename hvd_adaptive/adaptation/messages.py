@@ -34,6 +34,8 @@ class DecisionMessage:
         reasons: the same in words.
         errors: expected squared error of each layer, one row per row of ``levels``.
         energies: squared norms of the layers' gradients, likewise; empty rows where none were measured.
+        sums: indices of the candidates at whose levels sums are compressed again, ``DENSE`` where that
+            is the level of ``levels``; empty where it is everywhere.
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -44,6 +46,7 @@ class DecisionMessage:
     reasons: tuple[str, ...]
     errors: tuple[tuple[float, ...], ...]
     energies: tuple[tuple[float, ...], ...]
+    sums: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.levels) == len(self.errors) == len(self.energies) > 0:
@@ -54,6 +57,8 @@ class DecisionMessage:
         for levels, errors in zip(self.levels, self.errors, strict=True):
             if len(errors) != len(levels):
                 raise ValueError(f"a decision on {len(levels)} layers has {len(errors)} errors")
+            if self.sums and len(self.sums) != len(levels):
+                raise ValueError(f"a decision on {len(levels)} layers has {len(self.sums)} sums")
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> DecisionMessage:
@@ -72,6 +77,7 @@ class DecisionMessage:
                 reasons=tuple(fields["reasons"]),
                 errors=_rows(fields["errors"]),
                 energies=_rows(fields["energies"]),
+                sums=tuple(fields["sums"]),
             )
         except TypeError as error:
             raise ValueError(f"a decision has a field of another type: {error}") from None

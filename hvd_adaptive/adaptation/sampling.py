@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.adaptation.base import Chain
+from hvd_adaptive.adaptation.base import Assignment, Chain
 from hvd_adaptive.adaptation.candidates import (
     Candidate,
     candidates_of,
@@ -24,11 +24,12 @@ from hvd_adaptive.adaptation.candidates import (
 from hvd_adaptive.adaptation.preconditioning import SecondMoment, no_second_moment
 from hvd_adaptive.adaptation.sketch import NUMBERS, signed_sums
 from hvd_adaptive.arrays import Float64s, Int64s
-from hvd_adaptive.collectives import planned_link_bytes, scheme_for
+from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
 from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
-from hvd_adaptive.compressors.base import CodecState, Compressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import (
+    DENSE,
     CandidateTable,
     Measurement,
     PlanningInput,
@@ -170,6 +171,19 @@ class LayerSamples:
                     for row in self.candidates
                 ]
             )
+
+    @property
+    def returned(self) -> float:
+        """Share of the layer's bytes that are sums, which may be compressed at a level of their own.
+
+        0 unless all candidates are levels of one compressor, whose payloads the scheme recompresses at
+        the level of the layer.
+        """
+        if self.scheme == AUTO:
+            return 0.0
+        scheme, families = scheme_named(self.scheme), {each.compressor for each in self.candidates}
+        one = len(families) == 1 and isinstance(self.own, GatheredCompressor)
+        return scheme.returned if one and not scheme.level else 0.0
 
     def sample(
         self,
@@ -400,6 +414,14 @@ class Sampler:
         self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
 
+    def assignments(self, levels: Mapping[str, int]) -> dict[str, Assignment]:
+        """Compressor and level of the layers whose candidates are given by their index."""
+        given: dict[str, Assignment] = {}
+        for name, index in levels.items():
+            chosen = self.rows[name].candidates[index]
+            given[name] = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
+        return given
+
     # --- when -------------------------------------------------------------------------------------
 
     @property
@@ -410,8 +432,12 @@ class Sampler:
     @property
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
-        varies = any(row.varying for row in self.rows.values()) or self._recipe.error_metric.residual
-        asking = {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND, Measurement.SIGNALS}
+        asking = {
+            Measurement.GAINS,
+            Measurement.GAINS_BEFORE_SEND,
+            Measurement.SIGNALS,
+        }
+        varies = any(row.varying for row in self.rows.values()) or self._measures_what_is_sent
         return varies or bool(self._needs & asking)
 
     @property
@@ -499,9 +525,14 @@ class Sampler:
         if self.factors and self.measures_gains(step):
             self._measure_gains(row, energy, x, sent)
 
+    @property
+    def _measures_what_is_sent(self) -> bool:
+        """Whether errors are of what is compressed, with what feedback adds, and not of gradients."""
+        return self._recipe.error_metric.residual or Measurement.ERRORS_OF_SENT in self._needs
+
     def _measure(self, row: LayerSamples, grad: Tensor, x: Tensor, step: int) -> None:
         tensor = grad
-        if self._recipe.error_metric.residual:
+        if self._measures_what_is_sent:
             if not np.isfinite(float(x @ x)):
                 return
             tensor = x
@@ -731,6 +762,7 @@ def table_of_layers(
         [row.dense_link_bytes for row in rows],
         factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
         energies=energies,
+        returned=[row.returned for row in rows],
     )
 
 

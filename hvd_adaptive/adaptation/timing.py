@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.comm.request import Direction
 from hvd_adaptive.planning import Measurement, StepMeasurements, Transfer
 
 
@@ -22,6 +23,7 @@ class CollectiveTiming:
         done: when its result was there at the latest.
         exposed: seconds of it that were exposed communication.
         round: how many operations of the bucket went before it in this step.
+        direction: whether it carries what ranks send, or sums that were compressed again.
     """
 
     bucket: int
@@ -30,6 +32,7 @@ class CollectiveTiming:
     done: float
     exposed: float
     round: int = 0
+    direction: Direction = "up"
 
 
 def span_of(timings: Sequence[CollectiveTiming]) -> float:
@@ -76,11 +79,11 @@ def local_measurements(
 def rank_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming]) -> Float64s:
     """This rank's times, of which the least over the ranks is wanted.
 
-    Minus its computing time; then, for all collectives together and for each of them, its seconds
-    twice. The second time they are infinite where this rank mostly did something else meanwhile. A
-    rank's seconds include those until the last of the others joined, and until it saw the end. The rank
-    that joins last computes longest and waits for nobody: so the least of these numbers over the ranks
-    are what computing and collectives take.
+    Minus its computing time; then, for all collectives together, for all of each direction where there
+    are two, and for each collective, its seconds twice. The second time they are infinite where this
+    rank mostly did something else meanwhile. A rank's seconds include those until the last of the
+    others joined, and until it saw the end. The rank that joins last computes longest and waits for
+    nobody: so the least of these numbers over the ranks are what computing and collectives take.
     """
     times = [np.inf if compute_seconds is None else -compute_seconds]
     spans = [(span_of(timings), sum(timing.exposed for timing in timings))] if timings else []
@@ -89,6 +92,10 @@ def rank_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming
         # collectives run one after the other, so one begins when the one before has ended
         taken[index] = timings[index].done - max(timings[index].launched, free)
         free = timings[index].done
+    for direction in _directions([timing.direction for timing in timings]):
+        mine = [index for index, timing in enumerate(timings) if timing.direction == direction]
+        exposed = sum(timings[index].exposed for index in mine)
+        spans.append((float(taken[mine].sum()), exposed))
     spans += [(float(each), timing.exposed) for each, timing in zip(taken, timings, strict=True)]
     for seconds, exposed in spans:
         times += [seconds, seconds if exposed >= 0.5 * seconds > 0 else np.inf]
@@ -108,8 +115,17 @@ def with_sync_seconds(facts: StepMeasurements, least: Float64s) -> StepMeasureme
     return replace(facts, sync_seconds=float(least[0]) if known else None)
 
 
+def _directions(found: Sequence[Direction]) -> list[Direction]:
+    """The directions that are timed apart: none where all collectives have one."""
+    each = sorted({*found})
+    return each if len(each) > 1 else []
+
+
 def with_transfers(
-    facts: StepMeasurements, traffic: Sequence[int], least: Float64s
+    facts: StepMeasurements,
+    traffic: Sequence[int],
+    least: Float64s,
+    directions: Sequence[Direction] = (),
 ) -> StepMeasurements:
     """The step with its transfers and computing time.
 
@@ -117,20 +133,36 @@ def with_transfers(
         facts: the step.
         traffic: bytes of each collective.
         least: the least over the ranks of :func:`rank_times`.
+        directions: of each collective; none where all have one.
     """
     computing, *times = least.tolist()
     known = [_known(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
-    transfers: list[Transfer] = []
-    if known:
-        together, *each = known
-        # together, because the end of one is seen late where cores are busy, which shortens the next
-        spans = [(sum(traffic), together)] if together < np.inf else zip(traffic, each, strict=True)
-        transfers = [
-            Transfer(nbytes, seconds) for nbytes, seconds in spans if nbytes > 0 and seconds < np.inf
-        ]
     compute_seconds = None if computing == np.inf else max(0.0, -computing)
     nbytes = float(sum(traffic))
-    return replace(facts, nbytes=nbytes, transfers=transfers, compute_seconds=compute_seconds)
+    facts = replace(facts, nbytes=nbytes, compute_seconds=compute_seconds)
+    if not known:
+        return facts
+    apart = _directions(directions)
+    each = known[1 + len(apart) :]
+    ways = list(directions) or [_ONLY] * len(each)
+    transfers = []
+    for position, direction in enumerate(apart or [_ONLY]):
+        mine = [index for index, way in enumerate(ways) if way == direction or not apart]
+        together = known[1 + position] if apart else known[0]
+        # together, because the end of one is seen late where cores are busy, which shortens the next
+        spans = [(sum(traffic[index] for index in mine), together)]
+        if together == np.inf:
+            spans = [(traffic[index], each[index]) for index in mine]
+        transfers += [
+            Transfer(size, seconds, ways[mine[0]])
+            for size, seconds in spans
+            if size > 0 and seconds < np.inf
+        ]
+    return replace(facts, transfers=transfers)
+
+
+_ONLY: Direction = "up"
+"""The direction where nobody names one."""
 
 
 def _known(seconds: float, exposed: float) -> float:

@@ -80,7 +80,7 @@ def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
     offsets = io.buffers.offsets
     codes: list[Tensor] = []
     marks: list[npt.NDArray[np.bool_]] = []
-    energy = sent = 0.0
+    energy, sent = np.zeros(len(bucket.layers)), np.zeros(len(bucket.layers))
     for segment in bucket.segments:
         if prepared is not None:
             code, stats = prepared.code, prepared.stats
@@ -101,9 +101,9 @@ def _encode(bucket: Bucket, work: list[Tensor], io: BucketIO) -> _Encoded:
             x[offsets[segment.start] : offsets[segment.stop]].zero_()
         codes.append(code)
         marks.append(stats.nonfinite)
-        energy += float(stats.energy.sum())
-        sent += float(stats.sent.sum())
-    io.observe_energy(energy, sent)
+        energy[segment.start : segment.stop] = stats.energy
+        sent[segment.start : segment.stop] = stats.sent
+    io.observe_energy(bucket, energy, sent)
     finite = ~(marks[0] if len(marks) == 1 else np.concatenate(marks))
     io.feedback.commit(bucket, x, work, finite.tolist(), io.step)
     return _Encoded(codes, finite)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps
-from hvd_adaptive.collectives.summed import reduce_summable, sends_plain_casts
+from hvd_adaptive.collectives.summed import observe_casts, reduce_summable, sends_plain_casts
 from hvd_adaptive.comm.request import Request, operation_bytes
 from hvd_adaptive.layers import PayloadKind
 
@@ -27,6 +27,7 @@ class AllReduce(Scheme):
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Sum where the gradient is if nothing needs a copy, else round by round."""
         if _is_own_buffer(bucket, grads, io):
+            observe_casts(bucket, grads, grads, io)
             yield Request("allreduce", grads[0].view(-1))
         else:
             yield from reduce_summable(bucket, grads, io, _allreduce)

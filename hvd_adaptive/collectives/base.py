@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import rng
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.collectives.chunks import Chunks
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Balance, Shards, cut, expected_bytes
 from hvd_adaptive.comm.link_costs import LinkCosts
-from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.request import Direction, Request
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, LayerStats
 from hvd_adaptive.feedback import FeedbackState, split
@@ -34,8 +35,9 @@ from hvd_adaptive.layers import PayloadKind
 Steps: TypeAlias = Generator[Request, Tensor, None]
 """One bucket's operations in one step."""
 
-EnergyObserver: TypeAlias = Callable[[float, float], None]
-"""Receives the squared L2 norms of what was compressed and of what its payload decodes to."""
+EnergyObserver: TypeAlias = Callable[[Bucket, Float64s, Float64s], None]
+"""Receives, of each layer of a bucket, the squared L2 norms of what was compressed and of what its
+payload decodes to."""
 
 
 class Buffers:
@@ -155,9 +157,11 @@ class BucketIO:
         scale: factor of a sum over the ranks: ``1 / ranks`` for an average, 1 for a sum.
         share: what each rank must send so that the reduction gives a tensor.
         seed: of random rounding and selection, the same on all ranks.
-        observe_energy: called once by schemes that encode.
+        observe_energy: called once by schemes that encode; by others where ``energy_weight`` is not 0.
         topology: the nodes of all ranks.
         prepared: a bucket's payload, where there is one already.
+        energy_weight: how many steps this one stands for, where energies take a pass of their own over
+            the gradients; 0 in the other steps.
     """
 
     feedback: FeedbackState
@@ -173,6 +177,7 @@ class BucketIO:
     observe_energy: EnergyObserver
     topology: Topology
     prepared: Callable[[Bucket], PreparedPayload | None] = nothing_prepared
+    energy_weight: int = 0
 
     def keys(self, bucket: Bucket, segment: Segment, rank: int) -> npt.NDArray[np.uint64]:
         """Keys of the random numbers of one segment's layers in this step."""
@@ -213,6 +218,13 @@ class Scheme(ABC):
     """Operations that follow each other; gradients are overwritten only after the last of them."""
     recompresses: ClassVar[bool] = False
     """Whether sums are compressed again, by the owner of a shard, who then keeps what that leaves."""
+    returned: ClassVar[float] = 0.0
+    """Share of the bytes on a link that are such sums, where both compressions have one level."""
+
+    def direction(self, request: Request) -> Direction:
+        """Which way one of its operations goes: sums that were compressed again come down."""
+        sums = request.operation == "allgather" and request.group != "node"
+        return "down" if self.recompresses and sums else "up"
 
     def shots_on(self, topology: Topology) -> int:
         """``shots``, among ranks of these nodes."""

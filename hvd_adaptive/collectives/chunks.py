@@ -72,7 +72,11 @@ class Chunks:
             inside = [i for i, row in enumerate(rows) if segment.start <= row.layer < segment.stop]
             if inside:
                 levels = tuple(segment.levels[rows[i].layer - segment.start] for i in inside)
-                part = replace(segment, levels=levels, start=inside[0], stop=inside[-1] + 1)
+                sums = segment.sum_levels
+                sums = tuple(sums[rows[i].layer - segment.start] for i in inside) if sums else ()
+                part = replace(
+                    segment, levels=levels, start=inside[0], stop=inside[-1] + 1, sum_levels=sums
+                )
                 segments.append(part)
         return replace(self.bucket, layers=tuple(layers), segments=tuple(segments))
 

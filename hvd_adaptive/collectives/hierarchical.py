@@ -59,6 +59,7 @@ class Hierarchical(EncodedScheme):
     name = "hierarchical"
     shots = 4
     recompresses = True
+    returned = 0.5
 
     def __post_init__(self) -> None:
         self._between_nodes()

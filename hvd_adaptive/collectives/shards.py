@@ -42,6 +42,15 @@ class Part:
         """Of the pieces."""
         return [self.segment.levels[layer - self.segment.start] for layer in self.layers]
 
+    @property
+    def sum_levels(self) -> list[float]:
+        """Of the sums of the pieces."""
+        sums = self.segment.sum_levels
+        if not sums:
+            return self.levels
+        found = [sums[layer - self.segment.start] for layer in self.layers]
+        return [own or level for own, level in zip(found, self.levels, strict=True)]
+
     def views(self, flats: Sequence[Tensor], offsets: Int64s) -> list[Tensor]:
         """The pieces, of all layers of the bucket as 1-D tensors."""
         return [

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hvd_adaptive import rng
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.buckets import Bucket, Segment
 from hvd_adaptive.collectives.base import (
     BucketIO,
@@ -39,10 +41,28 @@ def reduce_summable(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction
         return
     # an overflow becomes Inf, as with Horovod: nobody would keep what saturation cuts off
     torch._foreach_copy_(io.buffers.views, grads)
+    observe_casts(bucket, grads, io.buffers.views, io)
     reduced = yield from reduction(io.buffers.flat, io)
     torch._foreach_copy_(
         grads, [saturated(*pair) for pair in zip(shaped(reduced, bucket), grads, strict=True)]
     )
+
+
+def observe_casts(
+    bucket: Bucket, grads: Sequence[Tensor], casts: Sequence[Tensor], io: BucketIO
+) -> None:
+    """Measure what casting leaves of the layers, in the steps in which that is wanted."""
+    if io.energy_weight:
+        energy = _energies(grads)
+        io.observe_energy(bucket, energy, energy if casts is grads else _energies(casts))
+
+
+def _energies(tensors: Sequence[Tensor]) -> Float64s:
+    """Squared L2 norms; 0 where one is not finite. Cost: a pass over the tensors."""
+    norms = [float(torch.linalg.vector_norm(each.float())) for each in tensors]
+    for index in np.flatnonzero(~np.isfinite(norms)).tolist():  # or too large for float32
+        norms[index] = float(torch.linalg.vector_norm(tensors[index], dtype=torch.float64))
+    return np.square(np.where(np.isfinite(norms), norms, 0.0))
 
 
 def sends_plain_casts(bucket: Bucket, io: BucketIO) -> bool:
@@ -65,6 +85,7 @@ def _run_rounds(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction: Re
     for rest, held, add in zip(rests, kept, adds, strict=True):
         torch.add(held, add.view(-1), out=rest)
     outs = [each.view(-1) for each in results]
+    before = total.clone() if io.energy_weight else None
     running = [
         _linear(segment).rounds(_batch(bucket, segment, rests, outs, io)) for segment in bucket.segments
     ]
@@ -75,6 +96,9 @@ def _run_rounds(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction: Re
         flat = torch.cat([tensor.reshape(-1).to(bucket.dtype) for tensor in tensors])
         reduced = yield from reduction(flat, io)
         pending = _advance(rounds, pending, reduced)
+    if before is not None:
+        energy = _energies(split(before, bucket.layers))
+        io.observe_energy(bucket, energy, _energies(split(before.sub_(total), bucket.layers)))
     finite = [all_finite(each) for each in outs]
     for segment in (segment for segment in bucket.segments if segment.keeps):
         for position in (each for each in range(segment.start, segment.stop) if finite[each]):

@@ -64,6 +64,7 @@ class TwoShot(EncodedScheme):
     name = "two_shot"
     shots = 2
     recompresses = True
+    returned = 0.5
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.level < math.inf:
@@ -174,7 +175,7 @@ def _compress(bucket: Bucket, work: list[Tensor], shards: Shards, io: BucketIO) 
     offsets = io.buffers.offsets
     bodies: list[list[Tensor]] = [[] for _ in range(io.ranks)]
     nonfinite = np.zeros(len(bucket.layers), np.bool_)
-    energy = sent = 0.0
+    energy, sent = np.zeros(len(bucket.layers)), np.zeros(len(bucket.layers))
     for segment in bucket.segments:
         compressor, layers = encoder_of(segment), slice(segment.start, segment.stop)
         batch = LayerBatch(
@@ -193,9 +194,8 @@ def _compress(bucket: Bucket, work: list[Tensor], shards: Shards, io: BucketIO) 
         if not segment.keeps:
             x[offsets[segment.start] : offsets[segment.stop]].zero_()
         nonfinite[layers] = stats.nonfinite
-        energy += float(stats.energy.sum())
-        sent += float(stats.sent.sum())
-    io.observe_energy(energy, sent)
+        energy[layers], sent[layers] = stats.energy, stats.sent
+    io.observe_energy(bucket, energy, sent)
     io.feedback.commit(bucket, x, work, (~nonfinite).tolist(), io.step)
     return _Sent(bodies, nonfinite)
 
@@ -247,7 +247,7 @@ class _Owned:
         batch = LayerBatch(
             x,
             part.edges - start,
-            [self._level or level for level in part.levels],
+            [self._level or level for level in part.sum_levels],
             keys=_keys(self._bucket, part, self._io) if compressor.draws else None,
             state=self._io.codec_states.get(compressor.state_key),
             learns=False,

@@ -40,6 +40,16 @@ class Control:
         self._process_set = process_set
 
     @property
+    def name(self) -> str:
+        """Of the operation."""
+        return self._name
+
+    @property
+    def process_set(self) -> hvd.ProcessSet:
+        """The ranks that take part."""
+        return self._process_set
+
+    @property
     def size(self) -> int:
         """Number of ranks that take part."""
         return int(self._process_set.size())

@@ -7,6 +7,7 @@ place in its order; where Horovod runs on Gloo, or mpi4py is missing on some ran
 from __future__ import annotations
 
 import functools
+import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -51,6 +52,10 @@ class Channel(ABC):
     @abstractmethod
     def broadcast(self, message: str) -> str:
         """Rank 0's message, on all ranks; what the others pass is not looked at."""
+
+    @abstractmethod
+    def exchange(self, message: str) -> list[str]:
+        """The messages of all ranks, of any length, in rank order."""
 
 
 class MpiChannel(Channel):
@@ -99,6 +104,20 @@ class MpiChannel(Channel):
             data = np.empty(int(length[0]), np.uint8)
         self._calls.finish(self._calls.start(lambda: self._comm.Ibcast(data, root=0), data))
         return data.tobytes().decode()
+
+    def exchange(self, message: str) -> list[str]:
+        """Blocks until all ranks have called: their lengths, then what they say."""
+        mine = np.frombuffer(message.encode(), np.uint8)
+        length, lengths = np.array([len(mine)], np.int64), np.empty(self._size, np.int64)
+        self._finish(lambda: self._comm.Iallgather(length, lengths), length, lengths)
+        everyone = np.empty(int(lengths.sum()), np.uint8)
+        counts = lengths.tolist()
+        self._finish(lambda: self._comm.Iallgatherv(mine, [everyone, counts]), mine, everyone)
+        ends = np.cumsum(lengths)[:-1]
+        return [part.tobytes().decode() for part in np.split(everyone, ends)]
+
+    def _finish(self, begin: Callable[[], Any], *buffers: Any) -> None:
+        self._calls.finish(self._calls.start(begin, *buffers))
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
         mine, out = np.ascontiguousarray(values, np.float64), np.empty(values.shape)
@@ -199,6 +218,10 @@ class HorovodChannel(Channel):
         mine = message if control.rank == 0 else None
         return str(control.allgather(mine)[0])
 
+    def exchange(self, message: str) -> list[str]:
+        """As small objects are gathered."""
+        return [*map(str, Control(f"{self._name}.exchange", self._process_set).allgather(message))]
+
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
         with leftovers_dropped():
             handle = hvd.allreduce_async(
@@ -212,6 +235,34 @@ class HorovodChannel(Channel):
     def _next_name(self) -> str:
         self._count += 1
         return f"{self._name}.{self._count}"
+
+
+class ChannelControl(Control):
+    """Agreement on small objects as of a :class:`Control`, whose messages a channel carries.
+
+    Args:
+        control: of the same ranks.
+        channel: opened by all ranks when they first have something to tell.
+    """
+
+    def __init__(self, control: Control, channel: Callable[[], Channel]) -> None:
+        super().__init__(control.name, control.process_set)
+        self._control = control
+        self._channel = channel
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that take part."""
+        return self._control.size
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank among those that take part."""
+        return self._control.rank
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, as they come back from JSON."""
+        return [json.loads(text) for text in self._channel().exchange(json.dumps(value))]
 
 
 def open_channel(

@@ -398,6 +398,11 @@ class LocalChannel(Channel):
         sent: str = self._rank.start(self._next(), message, lambda given: [given[0]] * len(given))()
         return sent
 
+    def exchange(self, message: str) -> list[str]:
+        """All messages."""
+        texts = self._rank.start(self._next(), message, lambda given: [list(given)] * len(given))()
+        return list(texts)
+
     def _start(self, values: Float64s, combine: Callable[[Sequence[Float64s]], Float64s]) -> Pending:
         def for_all(given: Sequence[Float64s]) -> Sequence[Float64s]:
             result = combine(given)

@@ -13,6 +13,9 @@ Group: TypeAlias = Literal["all", "node", "peers"]
 """Who takes part: all ranks, those of this rank's node, or one of each node
 (:class:`~hvd_adaptive.comm.topology.Topology`)."""
 
+Direction: TypeAlias = Literal["up", "down"]
+"""Whether an operation carries what ranks send, or sums that were compressed again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

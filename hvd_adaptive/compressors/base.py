@@ -489,6 +489,15 @@ class LinearCompressor(Compressor):
         layer that is not finite on one rank must come out not finite on all of them.
         """
 
+    @classmethod
+    def compress(cls, tensor: Tensor) -> Any:
+        """Horovod's own contract cannot hold where there are several rounds: its optimizer has one."""
+        del tensor
+        raise TypeError(
+            f"{cls.name} is reduced in several rounds that depend on each other, and "
+            "hvd.DistributedOptimizer sums once: use hvd_adaptive.DistributedOptimizer"
+        )
+
 
 class CastCompressor(LinearCompressor):
     """A cast to a smaller float type.

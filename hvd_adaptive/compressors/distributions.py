@@ -24,6 +24,7 @@ from torch import Tensor
 from hvd_adaptive.arrays import Float64s
 
 Norm: TypeAlias = Literal["l2", "max"]
+Weighting: TypeAlias = Literal["expected", "normalized"]
 
 COMPONENTS = 64
 """Groups of blocks that a rank's statistics are merged to: 1.5 KiB on the wire."""
@@ -282,7 +283,7 @@ def _erfcx(z: Float64s) -> Float64s:
 # --- from a tensor to a mixture -----------------------------------------------------------------------
 
 
-def block_statistics(x: Tensor, block: int, norm: Norm) -> Float64s:
+def block_statistics(x: Tensor, block: int, norm: Norm, weighting: Weighting = "expected") -> Float64s:
     """Mean and variance of r in each block of a layer, and the block's weight.
 
     Blocks of zeros are left out, because they are sent exactly; so are those with a NaN or an Inf.
@@ -293,13 +294,16 @@ def block_statistics(x: Tensor, block: int, norm: Norm) -> Float64s:
         x: float32, 1-D.
         block: elements of a block; the last of a layer may be shorter.
         norm: ``l2``, or ``max`` for the largest magnitude.
+        weighting: ``expected`` weighs a block by its squared norm, which makes the variance of the
+            mixture that of the gradient (section 3.4); ``normalized`` weighs all blocks alike, which
+            makes it that of the gradient divided by its norm (equation 3).
 
     Returns:
-        ``float64[B, 3]``: mean of r, variance of r, squared norm. A short block's squared norm is
-        scaled by its share of a whole block's elements: the variance is a sum over elements.
+        ``float64[B, 3]``: mean of r, variance of r, weight. A short block's weight is scaled by its
+        share of a whole block's elements: the variance is a sum over elements.
 
     Raises:
-        ValueError: the block is not positive, or the norm is unknown.
+        ValueError: the block is not positive, or the norm or the weighting is unknown.
 
     Example:
         >>> block_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 2.0]), 2, "l2").round(3).tolist()
@@ -307,13 +311,15 @@ def block_statistics(x: Tensor, block: int, norm: Norm) -> Float64s:
     """
     if block < 1 or norm not in ("l2", "max"):
         raise ValueError(f"blocks need a positive size and norm l2 or max, got {block} and {norm!r}")
+    if weighting not in ("expected", "normalized"):
+        raise ValueError(f"blocks are weighted as expected or normalized, got {weighting!r}")
     magnitudes = x.detach().abs()
     whole = magnitudes.numel() // block * block
     parts = [magnitudes[:whole].view(-1, block), magnitudes[whole:].view(1, -1)]
-    return np.concatenate([_statistics_of_rows(part, block, norm) for part in parts])
+    return np.concatenate([_statistics_of_rows(part, block, norm, weighting) for part in parts])
 
 
-def _statistics_of_rows(rows: Tensor, block: int, norm: Norm) -> Float64s:
+def _statistics_of_rows(rows: Tensor, block: int, norm: Norm, weighting: Weighting) -> Float64s:
     if rows.numel() == 0:
         return np.empty((0, 3))
     largest = rows.amax(dim=1)
@@ -328,7 +334,9 @@ def _statistics_of_rows(rows: Tensor, block: int, norm: Norm) -> Float64s:
     # The norm in units of the largest.
     unit = (square * count).sqrt() if norm == "l2" else torch.ones_like(square)
     mean, square = mean / unit, square / unit.square()
-    weight = (unit * largest.double()).square() * (count / block)
+    weight = torch.full_like(mean, count / block)
+    if weighting == "expected":
+        weight *= (unit * largest.double()).square()
     variance = (square - mean.square()).clamp_(min=0.0)
     statistics: Float64s = torch.stack([mean, variance, weight], dim=1).cpu().numpy()
     return statistics

@@ -31,6 +31,7 @@ from hvd_adaptive.compressors.distributions import (
     Distribution,
     Norm,
     TabulatedDistribution,
+    Weighting,
     block_statistics,
     merge,
     model,
@@ -40,7 +41,6 @@ Float32s: TypeAlias = npt.NDArray[np.float32]
 Kind: TypeAlias = Literal["alq", "amq"]
 Method: TypeAlias = Literal["cd", "gd"]
 Start: TypeAlias = Literal["uniform", "exponential"]
-Weighting: TypeAlias = Literal["expected", "normalized"]
 
 MAX_BITS = 8
 
@@ -339,9 +339,10 @@ class LearnedLevels(Learner):
             never used, and levels are missing where r is.
         updates: steps to learn at, rising; the last one's multiples follow. Empty: never.
         start: the levels before anything was learned; AMQ's are always exponential.
-        method: coordinate descent or gradient descent, for ``alq``.
-        weighting: blocks count by their squared norm (the variance of the gradient), or all alike
-            (the paper's normalized variance).
+        method: ``cd``, coordinate descent, or ``gd``, gradient descent, for ``alq``; ``amq`` has one
+            number to move.
+        weighting: ``expected``, blocks count by their squared norm (the variance of the gradient), or
+            ``normalized``, all alike (the paper's normalized variance: ALQ-N and AMQ-N).
         drop: share by which the learning rate must fall within one step, so that levels are learned
             again in the next: a schedule that falls a little with every step never does.
         zero: whether ``alq`` keeps a level at 0. Without it, a sign bit is not wasted on 0, the
@@ -439,11 +440,11 @@ class LearnedLevels(Learner):
         if not self.collecting:
             return
         layers = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-        found = [block_statistics(x[begin:end], self.block, self.norm) for begin, end in layers]
-        statistics = np.concatenate([*found, np.empty((0, 3))])
-        if self.weighting == "normalized":
-            statistics[:, 2] = 1.0
-        self._observed.append(merge(statistics))
+        found = [
+            block_statistics(x[begin:end], self.block, self.norm, self.weighting)
+            for begin, end in layers
+        ]
+        self._observed.append(merge(np.concatenate([*found, np.empty((0, 3))])))
 
     def statistics(self) -> list[list[float]]:
         """At most 64 triples of mean, variance and weight; what they were made of is forgotten."""

@@ -37,6 +37,7 @@ from hvd_adaptive.compressors.base import (
     check_input,
     whole_bounds,
 )
+from hvd_adaptive.compressors.distributions import Weighting
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.kernels.checks import check_bytes
@@ -388,18 +389,8 @@ def _observe(state: LearnedLevels, batch: LayerBatch) -> None:
 class _Random(Quantizer):
     """Members that round at random to one of the two levels around a value.
 
-    Args:
-        bits: bits per value; with 1 bit the levels are the norm and its negative.
-        block: elements that share a norm.
-        coding: ``fixed`` packs codes at their width; ``huffman`` codes them by how often they occur,
-            where that takes fewer bytes.
-        correlated: whether the ranks' random numbers are spread evenly, so that rounding errors cancel
-            in the mean (see :func:`hvd_adaptive.rng.dithers`).
-        rotate: ``none``, or ``hadamard``: quantize randomly rotated layers (see
-            :mod:`hvd_adaptive.compressors.rotation`).
-
-    Raises:
-        ValueError: an option is out of its range.
+    Options: see :class:`QSGD`. ``correlated`` is :func:`hvd_adaptive.rng.dithers`, ``rotate``
+    :mod:`hvd_adaptive.compressors.rotation`.
     """
 
     bits: int = 4
@@ -728,19 +719,7 @@ class OneBit(_Signs):
 class _Learned(_Random):
     """Members whose levels follow the gradients: they are sent with every body, 4 bytes per magnitude.
 
-    Args:
-        bits: bits per value.
-        block: elements that share a norm.
-        coding: ``huffman`` or ``fixed``.
-        correlated: whether the ranks' random numbers are spread evenly, so that errors cancel.
-        rotate: ``none`` or ``hadamard``.
-        norm: ``max``, or ``l2``, which leaves the level at 1 to hardly any value: its error is about
-            twice that of ``max`` at equal bits (see benchmarks).
-        updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
-        drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
-
-    Raises:
-        ValueError: an option is out of its range.
+    Options: see :class:`ALQ`.
     """
 
     bits: int = 3
@@ -748,6 +727,7 @@ class _Learned(_Random):
     norm: str = "max"
     updates: str = "100/2000/10000"
     drop: float = 0.1
+    weighting: str = dataclasses.field(default="expected", kw_only=True)
 
     rounding = Rounding.table
     kind: ClassVar[Literal["alq", "amq"]]
@@ -755,6 +735,7 @@ class _Learned(_Random):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_choice(self.name, "norm", self.norm, ("l2", "max"))
+        _check_choice(self.name, "weighting", self.weighting, ("expected", "normalized"))
         if not all(step.strip().isdecimal() for step in self.updates.split("/")):
             raise ValueError(
                 f"{self.name}: updates={self.updates!r} are no steps: write updates=100/2000/10000"
@@ -781,6 +762,8 @@ class _Learned(_Random):
             cast(Literal["l2", "max"], self.norm),
             tuple(int(step) for step in self.updates.split("/")),
             self.first_levels,
+            self.descent,
+            cast(Weighting, self.weighting),
             zero=self.with_zero,
             drop=self.drop,
         )
@@ -794,6 +777,11 @@ class _Learned(_Random):
     def first_levels(self) -> Literal["uniform", "exponential"]:
         """Where levels are before anything was learned."""
         return "exponential"
+
+    @property
+    def descent(self) -> Literal["cd", "gd"]:
+        """How levels are moved, where they are more than one number."""
+        return "cd"
 
 
 @dataclass(frozen=True)
@@ -817,11 +805,15 @@ class ALQ(_Learned):
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
         drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
+        weighting: ``expected``, levels for the least variance of the gradient, in which blocks count by
+            their squared norm; or ``normalized`` (the paper's ALQ-N), in which all blocks count alike.
         zero: whether 0 is a level, as in the paper: ``true``, ``false``, or ``auto``, which is
             ``true`` with Huffman coding alone. There a level at 0 makes most codes alike and payloads
             small. At a fixed width it saves nothing, and one more level for the others lowers the error
             by a fifth or more; zeros then become noise.
         start: levels before anything was learned: ``exponential`` (as NUQSGD) or ``uniform`` (QSGD).
+        method: how levels are moved: ``cd``, coordinate descent (section 3.1), or ``gd``, the gradient
+            descent of section 3.2, which takes more steps to the same minimum.
 
     Raises:
         ValueError: an option is out of its range.
@@ -838,6 +830,7 @@ class ALQ(_Learned):
 
     start: str = "exponential"
     zero: str = "auto"
+    method: str = dataclasses.field(default="cd", kw_only=True)
 
     name = "alq"
     kind = "alq"
@@ -845,6 +838,7 @@ class ALQ(_Learned):
 
     def __post_init__(self) -> None:
         _check_choice(self.name, "zero", self.zero, ("auto", "true", "false"))
+        _check_choice(self.name, "method", self.method, ("cd", "gd"))
         super().__post_init__()
 
     @property
@@ -870,6 +864,11 @@ class ALQ(_Learned):
         """The option."""
         return cast(Literal["uniform", "exponential"], self.start)
 
+    @property
+    def descent(self) -> Literal["cd", "gd"]:
+        """The option."""
+        return cast(Literal["cd", "gd"], self.method)
+
 
 @dataclass(frozen=True)
 class AMQ(_Learned):
@@ -888,6 +887,8 @@ class AMQ(_Learned):
             twice that of ``max`` at equal bits (see benchmarks).
         updates: steps to learn at, rising, with slashes between them; the last one's multiples follow.
         drop: learn again after a step in which the learning rate fell by this share or more, in (0, 1).
+        weighting: ``expected``, levels for the least variance of the gradient, in which blocks count by
+            their squared norm; or ``normalized`` (the paper's AMQ-N), in which all blocks count alike.
 
     Raises:
         ValueError: an option is out of its range.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.compressors import horovod
 from hvd_adaptive.compressors.base import (
     NO_CONTEXT,
     LayerContext,
@@ -47,6 +49,8 @@ class RandomK(LinearCompressor, MultiLevel):
     allreduce, so that traffic does not grow with the number of ranks. Source: Stich, Cordonnier and
     Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), definition 2.1; neighbors: the random
     block of Vogels et al., "PowerSGD" (NeurIPS 2019); unbiased: Wangni et al. (NeurIPS 2018).
+    Also usable as a plain Horovod compressor, without feedback: ``hvd.DistributedOptimizer(...,
+    compression=hva.Compression.randomk(density=0.1, unbiased=True))``.
 
     Args:
         density: share of the elements to send, in (0, 1].
@@ -70,6 +74,9 @@ class RandomK(LinearCompressor, MultiLevel):
 
     name = "randomk"
     payload_kind = PayloadKind.SUMMABLE
+    # Horovod's own contract
+    compress: ClassVar[Any] = horovod.ClassOrInstanceMethod(horovod.compress)
+    decompress: ClassVar[Any] = horovod.ClassOrInstanceMethod(horovod.decompress)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.density <= 1.0:

@@ -282,7 +282,7 @@ class ElasticReducer(Reducer):
 
     def _plan_again(self) -> None:
         """What a planner has measured, and has under way, is of ranks that are no longer these."""
-        self._layout.config = replace(self._layout.config, planned={})
+        self._layout.config = replace(self._layout.config, planned={}, sums={})
         self._layout.controller = self._new_controller()
 
     def _reunite(self, meeting: _Meeting, fresh: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hvd_adaptive.adaptation.timing import CollectiveTiming
+from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.collectives import reduces_in_nodes, scheme_named
 from hvd_adaptive.collectives.base import BucketIO, Buffers, Steps
@@ -21,6 +22,7 @@ from hvd_adaptive.engine.codec_states import CodecStates
 from hvd_adaptive.engine.labels import labeled
 from hvd_adaptive.engine.multi_level import MultiLevelPayloads
 from hvd_adaptive.feedback import FeedbackState
+from hvd_adaptive.layers import PayloadKind
 from hvd_adaptive.telemetry import Meter, Trace
 
 
@@ -134,8 +136,16 @@ class Exchange:
         self._submit(bucket, steps, request, round_=0)
 
     def _io(self, bucket: Bucket) -> BucketIO:
-        def observe_energy(energy: float, sent: float) -> None:
-            self.meter.bucket(bucket.index, energy=energy, sent=sent)
+        # what takes a pass over the gradients is measured in one step of each window
+        weight = self.meter.every if self.step % self.meter.every == 0 else 0
+        passes = bucket.kind is not PayloadKind.ENCODED
+
+        def observe_energy(of: Bucket, energy: Float64s, sent: Float64s) -> None:
+            times = weight if passes else 1
+            self.meter.bucket(
+                bucket.index, energy=times * float(energy.sum()), sent=times * float(sent.sum())
+            )
+            self.meter.layers(of.index, of.layers, energy, sent)
 
         return BucketIO(
             self._feedback[bucket.index],
@@ -151,6 +161,7 @@ class Exchange:
             observe_energy,
             self.transport.topology,
             self.payloads.take,
+            weight,
         )
 
     def finish(self) -> None:
@@ -193,8 +204,9 @@ class Exchange:
         carried = self.transport.traffic(ended.request, nbytes_of(reply))
         traffic, node = (0, carried) if ended.request.group == "node" else (carried, 0)
         index, exposed = ended.bucket.index, done - waiting
+        direction = scheme_named(ended.bucket.scheme).direction(ended.request)
         self.timings.append(
-            CollectiveTiming(index, traffic, ended.launched, done, exposed, ended.round)
+            CollectiveTiming(index, traffic, ended.launched, done, exposed, ended.round, direction)
         )
         self.meter.bucket(
             index,

@@ -33,10 +33,27 @@ class Progress:
     Args:
         rates: the learning rates, with those of the last step.
         rounds: how often gradients were synchronized.
+        dense_until: of them, those after which the learning rate's warm-up had ended; None before that,
+            and where dense steps are counted.
+        flat: for how many of them the learning rate has not risen, as long as that counts.
     """
 
     rates: LearningRates
     rounds: int = 0
+    dense_until: int | None = None
+    flat: int = 0
+
+    def note_rates(self, rising: bool, patience: int) -> None:
+        """End the dense steps once the learning rate has not risen for ``patience`` steps.
+
+        Args:
+            rising: whether it has risen in the running step, on any rank.
+            patience: 0 where dense steps are counted.
+        """
+        if patience and self.dense_until is None:
+            self.flat = 0 if rising else self.flat + 1
+            if self.flat >= patience:
+                self.dense_until = self.rounds + 1
 
 
 class Layout:
@@ -51,6 +68,7 @@ class Layout:
         feedback: what is kept of each layer.
         progress: how far the run is.
         controller: changes levels during training.
+        messages: agreement on plans.
     """
 
     def __init__(
@@ -63,6 +81,7 @@ class Layout:
         feedback: FeedbackStates,
         progress: Progress,
         controller: Controller,
+        messages: Control,
     ) -> None:
         self.config = config
         """The compressors, with what a planner has assigned."""
@@ -75,7 +94,7 @@ class Layout:
         self.launches = LaunchOrder()
         self._hooks = hooks
         self._options = options
-        self._control = control
+        self._control, self._messages = control, messages
         self._exchange = exchange
         self._feedback = feedback
         self._progress = progress
@@ -94,7 +113,10 @@ class Layout:
     @property
     def steps(self) -> int:
         """Steps since the end of the dense ones; negative before it."""
-        return self._progress.rounds - self._options.dense_steps
+        if not self._options.lr_warmup:
+            return self._progress.rounds - self._options.dense_steps
+        until = self._progress.dense_until
+        return -1 if until is None else self._progress.rounds - until
 
     @property
     def other_ranks(self) -> bool:
@@ -222,9 +244,9 @@ class Layout:
         """
         if assignments is None:
             return
-        self.config = replace(self.config, planned=assignments)
+        self.config = replace(self.config, planned=assignments, sums=self.controller.sum_levels())
         self.build()
-        digests = self._control.allgather(self.plan.digest)
+        digests = self._messages.allgather(self.plan.digest)
         for rank, digest in enumerate(digests):
             if digest != self.plan.digest:
                 raise ValueError(

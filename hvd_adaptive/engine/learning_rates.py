@@ -35,6 +35,12 @@ class LearningRates:
                 return group
         return {}
 
+    @property
+    def rising(self) -> bool:
+        """Whether a rate is higher than it was when :meth:`fell` was called last."""
+        now = [float(group.get("lr", 0.0)) for group in self.param_groups()]
+        return any(rate > before for rate, before in zip(now, self.last, strict=False))
+
     def fell(self, drop: float) -> bool:
         """Whether a rate has fallen by a share of ``drop`` or more since the last call."""
         before = self.last

@@ -52,6 +52,7 @@ class Reducer:
         exchange: sends the buckets.
         active: False on a rank that communicates with nobody; it then does nothing at all.
         controller: changes levels during training; by default nothing does.
+        messages: agreement on what is learned and planned; by default ``control``.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Reducer:
         exchange: Exchange,
         active: bool = True,
         controller: Controller | None = None,
+        messages: Control | None = None,
     ) -> None:
         self._active = active
         self._options = options
         self._control = control
+        self._messages = messages or control
         self._exchange = exchange
         self._codecs = exchange.codec_states
         self._ballot = Ballot(exchange.transport, f"{exchange.prefix}.vote")
@@ -87,15 +90,9 @@ class Reducer:
         for name, parameter in named:
             self.add(name, parameter)
         self._layout = Layout(
-            self._hooks,
-            config,
-            options,
-            control,
-            exchange,
-            self._feedback,
-            self._progress,
-            controller or NullController(),
-        )
+            self._hooks, config, options, control, exchange, self._feedback, self._progress,
+            controller or NullController(), self._messages,
+        )  # fmt: skip
         self._controller.use_second_moments(self.second_moments.of)
 
     @property
@@ -307,8 +304,9 @@ class Reducer:
         if outcome["adapt"]:
             self._adapt()
         self._follow(outcome["collect"], outcome["ready"])
-        self._codecs.learn(self._control)
+        self._codecs.learn(self._messages)
         self._codecs.learn_next = outcome["relearn"]
+        self._progress.note_rates(outcome["rising"], self._options.lr_warmup)
         return dropped, outcome["dropped"]
 
     def _vote(self) -> list[str]:
@@ -318,6 +316,7 @@ class Reducer:
         self._ballot.cast(
             self.rounds,
             adapt=self._parameters_changed,
+            rising=self.rounds == 0 or self._rates.rising,
             relearn=self._rates.fell(self._codecs.least_drop),
             dropped=bool(dropped),
             collect=wanted.collect,

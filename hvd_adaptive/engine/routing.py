@@ -65,6 +65,7 @@ def _route(config: CompressionConfig, layer: Layer, sparse: bool, step: int) -> 
         scheme_for(compressor.payload_kind, config.scheme_of(layer)),
         wire_dtype(compressor, layer),
         format_rule(rule),
+        sum_level=config.sums.get(layer.name, 0.0),
     )
 
 
@@ -197,4 +198,5 @@ def _row(layer: Layer, route: Route, expected: Expected | None) -> LayerPlan:
         layer.nbytes,
         error,
         energy,
+        route.sum_level,
     )

@@ -41,6 +41,7 @@ def state_of(
             name: [None if compressor is None else format_spec(compressor), level]
             for name, (compressor, level) in layout.config.planned.items()
         },
+        "sums": dict(layout.config.sums),
         "controller": layout.controller.state_dict(),
         **progress_of(codecs, progress),
     }
@@ -50,6 +51,8 @@ def progress_of(codecs: CodecStates, progress: Progress) -> dict[str, Any]:
     """What all ranks hold alike, besides the plan."""
     return {
         "rounds": progress.rounds,
+        "dense_until": progress.dense_until,
+        "flat_steps": progress.flat,
         "last_rates": progress.rates.last,
         "learn_next": codecs.learn_next,
         "codecs": codecs.state_dict(),
@@ -59,6 +62,7 @@ def progress_of(codecs: CodecStates, progress: Progress) -> dict[str, Any]:
 def restore_progress(state: Mapping[str, Any], codecs: CodecStates, progress: Progress) -> None:
     """Take what :func:`progress_of` returned."""
     progress.rounds = int(state["rounds"])
+    progress.dense_until, progress.flat = state["dense_until"], int(state["flat_steps"])
     progress.rates.last = tuple(state["last_rates"])
     codecs.learn_next = bool(state["learn_next"])
     codecs.load_state_dict(state["codecs"])
@@ -70,7 +74,9 @@ def restore_layers(
     """Take the plan and what was kept of each layer, from what :func:`state_of` returned."""
     if layout.controller.plans and state["controller"] is not None:
         layout.controller.load_state_dict(copy.deepcopy(state["controller"]))
-        layout.config = replace(layout.config, planned=checkpoint.planned(state))
+        layout.config = replace(
+            layout.config, planned=checkpoint.planned(state), sums=dict(state["sums"])
+        )
     layout.load_shards(state["shards"])
     layout.load_costs(state.get("costs"))
     laid_out = layout.buckets is not None
@@ -96,7 +102,7 @@ def run_of(hooks: GradientHooks, layout: Layout, options: ReducerOptions, ranks:
     return checkpoint.Run(
         [hooks.layer(index) for index in range(len(hooks.params))],
         layout.config,
-        options.dense_steps,
+        options,
         options.planner,
         options.candidates,
         ranks,

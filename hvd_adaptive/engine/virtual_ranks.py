@@ -15,11 +15,18 @@ from hvd_adaptive.adaptation.automatic import expand
 from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
 from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.control_channel import ChannelControl
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, ReducerOptions, Spec
+from hvd_adaptive.config import (
+    DEFAULT_SCHEME,
+    CompressionConfig,
+    ReducerOptions,
+    Spec,
+    read_lr_warmup,
+)
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.reducer import Reducer
@@ -80,7 +87,7 @@ class VirtualRanks:
         planner: str | Recipe | None = None,
         candidates: Sequence[Spec] = (),
         overrides: Mapping[str, Spec] | None = None,
-        dense_steps: int = 0,
+        dense_steps: int | str = 0,
         bucket_cap_mb: float = 25.0,
         op: int = hvd.Average,
         seed: int = 0,
@@ -98,7 +105,8 @@ class VirtualRanks:
             CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme), start=auto.start
         )
         options = ReducerOptions(
-            dense_steps=dense_steps,
+            dense_steps=dense_steps if isinstance(dense_steps, int) else 0,
+            lr_warmup=read_lr_warmup(dense_steps) if isinstance(dense_steps, str) else 0,
             bucket_cap_bytes=bucket_cap_mb * (1 << 20),
             planner=None if auto.planner is None else planning.parse(auto.planner),
             candidates=tuple(parse(spec) for spec in auto.candidates),
@@ -122,7 +130,8 @@ class VirtualRanks:
                     exchange.transport.topology.ranks_per_node,
                     self._costs(exchange, control, choice, options, compute_seconds),
                 )
-            reducer = Reducer(own, choice, options, control, exchange, controller=controller)
+            messages = ChannelControl(control, lambda: rank.channel("local.messages"))
+            reducer = Reducer(own, choice, options, control, exchange, True, controller, messages)
             reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
             moments = reducer.second_moments
             moments.state = lambda: _as_state_of(own, self._named, optimizer_state())

@@ -54,6 +54,25 @@ class Allocator(CheckedOptions, ABC):
             ValueError: the limits lack what this allocator needs.
         """
 
+    def allocate_directions(
+        self, up: CandidateTable, down: CandidateTable, allowed: Limits
+    ) -> tuple[Int64s, Int64s]:
+        """A choice for what ranks send and one for the sums that come back, within one limit of both.
+
+        Args:
+            up: as of :meth:`CandidateTable.by_direction`.
+            down: likewise.
+            allowed: bytes, in the units of these tables.
+
+        Returns:
+            ``int64[L]`` of each.
+
+        Raises:
+            Infeasible: there is none.
+        """
+        both = self.allocate(up.joined(down), allowed)
+        return both[: len(up.names)], both[len(up.names) :]
+
 
 @dataclass(frozen=True)
 class FollowReference(Allocator):
@@ -95,6 +114,20 @@ class Uniform(Allocator):
             fitting,
             key=lambda choice: (table.bytes(choice), table.error(choice))[:: 1 if by_error else -1],
         )
+
+    def allocate_directions(
+        self, up: CandidateTable, down: CandidateTable, allowed: Limits
+    ) -> tuple[Int64s, Int64s]:
+        """One label for each direction, of half of the limit each; what one leaves is the other's."""
+        least = [min(map(table.bytes, table.uniform().values()), default=0.0) for table in (up, down)]
+        if sum(least) > allowed.max_bytes:
+            raise Infeasible("bytes of one label", allowed.max_bytes, sum(least))
+        # a direction that cannot do with half of it takes what it needs
+        half = min(max(allowed.max_bytes / 2, least[0]), allowed.max_bytes - least[1])
+        first = self.allocate(up, Limits(max_bytes=half))
+        second = self.allocate(down, Limits(max_bytes=allowed.max_bytes - up.bytes(first)))
+        first = self.allocate(up, Limits(max_bytes=allowed.max_bytes - down.bytes(second)))
+        return first, second
 
 
 @dataclass(frozen=True)

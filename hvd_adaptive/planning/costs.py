@@ -377,6 +377,10 @@ class BandwidthMonitor:
         """Whether there are two samples."""
         return len(self._samples) >= 2
 
+    def last_bytes(self, count: int) -> float:
+        """Bytes of the last ``count`` samples."""
+        return sum(nbytes for nbytes, _ in list(self._samples)[max(0, len(self._samples) - count) :])
+
     def estimate(self) -> Rate:
         """The rate now.
 

@@ -25,6 +25,8 @@ class Measurement(Enum):
     """``CandidateTable.errors`` when a plan is made."""
     PER_RANK_ERRORS = "own errors"
     """``PlanningInput.own`` when a plan is made: every rank then has levels of its own."""
+    ERRORS_OF_SENT = "errors of what is sent"
+    """``ERRORS`` are those of what is compressed, with what feedback adds; else of the gradient."""
     GAINS = "gains"
     """``gains`` at ``Planner.factors`` now and then; ``seconds`` and ``factor`` every step."""
     FEEDBACK_GAINS = "gains of feedback"

@@ -27,6 +27,7 @@ class LayerPlan:
         dense_bytes: bytes of the gradient itself.
         error: expected squared L2 error of compressing its gradient; None where no planner measured it.
         energy: squared L2 norm of that gradient.
+        sum_level: of its sum, where a planner has the scheme compress that at another level; else 0.
     """
 
     layer: str
@@ -38,6 +39,7 @@ class LayerPlan:
     dense_bytes: int
     error: float | None = None
     energy: float | None = None
+    sum_level: float = 0.0
 
     @property
     def gain(self) -> float | None:
@@ -73,7 +75,7 @@ class Plan:
         """
         same: dict[str, float | None] = {"error": None, "energy": None}
         if self.per_rank_levels:
-            same |= {"level": 0, "wire_bytes": 0}
+            same |= {"level": 0, "wire_bytes": 0}  # there are no levels of sums then
         rows = [asdict(row) | same for row in self.layers]
         text = json.dumps([self.version, self.step, rows], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -110,6 +112,7 @@ class Plan:
                 "dense_bytes": row.dense_bytes,
                 "gain": row.gain,
                 "error_share": self.error_share(row),
+                **({"sum_level": row.sum_level} if row.sum_level else {}),
             }
             for row in self.layers
         ]
@@ -139,7 +142,7 @@ class Plan:
                 "x".join(map(str, row.shape)) or "scalar",
                 row.compressor,
                 row.scheme,
-                f"{row.level:g}",
+                f"{row.level:g}" + (f" / {row.sum_level:g}" if row.sum_level else ""),
                 f"{row.wire_bytes:,}",
                 _share(row.wire_bytes, row.dense_bytes),
                 "-" if row.gain is None else f"{row.gain:.4f}",

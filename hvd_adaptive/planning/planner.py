@@ -78,6 +78,8 @@ class Decision:
         report: figures: bytes, error and its bound in the planner's metric, and the budget's own.
         reasons: why, in words.
         own: each rank's levels, where they are not the same on all.
+        sums: ``int64[L]``: the index of the candidate at whose level sums are compressed again, or
+            ``DENSE`` where that is the level of ``levels``; None where it is everywhere.
     """
 
     levels: Int64s
@@ -85,6 +87,7 @@ class Decision:
     report: dict[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     own: tuple[Int64s, ...] = ()
+    sums: Int64s | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,12 @@ class Planner:
         least = sum(float(row.min()) for row in admitted.errors) if share < 1 else 0.0
         # from the least error that there can be to all that is allowed
         within = replace(allowed, max_error=least + share * (allowed.max_error - least))
-        levels, shortfall, found = self._allocate(admitted, within)
+        sums: Int64s | None = None
+        apart = len(table.returning) > 0 and bool(self.budget.prices.by_direction)
+        if apart and not facts.own and allowed.reference is None:
+            levels, sums, shortfall, found = self._allocate_directions(admitted, within)
+        else:
+            levels, shortfall, found = self._allocate(admitted, within)
         own = self._own(facts, levels, allowed)
         why += self.budget.chosen(levels)
         report = {
@@ -234,13 +242,15 @@ class Planner:
             "max_error": allowed.max_error,
             "max_bytes": allowed.max_bytes + others,
             "shortfall": shortfall,
-            **self._predict(facts, levels, own),
+            **self._predict(facts, levels, own, sums),
             **self.budget.report(),
         }
         if own:
             report["error_of_one_plan"] = report["error"]
             report["error"] = _mean(CandidateTable.error, facts.own, own)
-        return Decision(levels, self.budget.factor, report, (*reasons, *why, *found), own)
+        if sums is not None:
+            report["error_of_sums"] = table.error(sums)
+        return Decision(levels, self.budget.factor, report, (*reasons, *why, *found), own, sums)
 
     def _in_metric(self, facts: PlanningInput) -> tuple[PlanningInput, tuple[str, ...]]:
         """The same with errors in the planner's metric, and what must be said about that."""
@@ -263,12 +273,20 @@ class Planner:
         )
 
     def _predict(
-        self, facts: PlanningInput, levels: Int64s, own: tuple[Int64s, ...] = ()
+        self,
+        facts: PlanningInput,
+        levels: Int64s,
+        own: tuple[Int64s, ...] = (),
+        sums: Int64s | None = None,
     ) -> dict[str, float]:
         """What a step will cost."""
         nbytes = _mean(CandidateTable.bytes, facts.own, own) if own else facts.table.bytes(levels)
+        priced = nbytes
+        if sums is not None:
+            nbytes = facts.table.bytes_of_both(levels, sums)
+            priced = facts.table.bytes_of_both(levels, sums, self.budget.prices)
         found = {"bytes": nbytes + facts.other_bytes}
-        seconds = self.budget.seconds(found["bytes"])
+        seconds = self.budget.seconds(priced + facts.other_bytes)
         if seconds is not None:
             found["seconds"] = seconds
         costs = self._costs.fit() if Measurement.BUCKETS in self.needs else None
@@ -301,6 +319,25 @@ class Planner:
             cheapest = table.cheapest()
             missing = table.bytes(cheapest) - allowed.max_bytes
             return cheapest, max(0.0, missing), (f"as compressed as can be: {reason}",)
+
+    def _allocate_directions(
+        self, table: CandidateTable, allowed: Limits
+    ) -> tuple[Int64s, Int64s | None, float, tuple[str, ...]]:
+        """As :meth:`_allocate`, with levels of their own for the sums that come back, in one budget."""
+        up, down = table.by_direction(self.budget.prices)
+        dense, sums = table.all_dense(), table.all_dense()
+        why: tuple[str, ...] = ()
+        if up.bytes(dense) <= allowed.max_bytes:
+            return dense, None, 0.0, ("dense fits",)
+        try:
+            levels, back = self.allocator.allocate_directions(up, down, allowed)
+            shortfall = 0.0
+        except Infeasible as reason:
+            levels, back = up.cheapest(), down.cheapest()
+            shortfall = max(0.0, up.bytes(levels) + down.bytes(back) - allowed.max_bytes)
+            why = (f"as compressed as can be: {reason}",)
+        sums[table.returning] = back
+        return levels, sums, shortfall, why
 
     def _priced(self, facts: PlanningInput) -> tuple[CandidateTable, tuple[str, ...]]:
         prices = self._pricing.prices

@@ -7,8 +7,8 @@ for each layer, goes out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning import knapsack
 from hvd_adaptive.planning.knapsack import total
 
-__all__ = ["DENSE", "CandidateTable", "Limits"]
+__all__ = ["DENSE", "CandidateTable", "Limits", "Prices"]
 
 DENSE = -1
 """In a choice: this layer is not compressed."""
@@ -41,6 +41,8 @@ class CandidateTable:
         dense: ``float64[L]``: bytes of the gradient.
         weights: ``float64[L]``: price of a byte in each layer (``T_l``).
         energies: ``float64[L]``: squared L2 norm of what the errors are of; 0 where that is not known.
+        returned: ``float64[L]``: share of each layer's bytes that are sums, compressed again at a level
+            that may be another one; 0 where a candidate decides on all of them.
     """
 
     names: tuple[str, ...]
@@ -52,6 +54,7 @@ class CandidateTable:
     dense: Float64s
     weights: Float64s
     energies: Float64s
+    returned: Float64s
 
     @classmethod
     def of(
@@ -65,6 +68,7 @@ class CandidateTable:
         factors: knapsack.Rows | None = None,
         weights: npt.ArrayLike | None = None,
         energies: npt.ArrayLike | None = None,
+        returned: npt.ArrayLike | None = None,
     ) -> CandidateTable:
         """Check and convert.
 
@@ -93,13 +97,14 @@ class CandidateTable:
             dense,
             np.ones(len(names)) if weights is None else np.asarray(weights, dtype=np.float64),
             np.zeros(len(names)) if energies is None else np.asarray(energies, dtype=np.float64),
+            np.zeros(len(names)) if returned is None else np.asarray(returned, dtype=np.float64),
         )
         table._check()
         return table
 
     def _check(self) -> None:
         candidates = (self.errors, self.sizes, self.labels, self.factors)
-        numbers = (self.defaults, self.dense, self.weights, self.energies)
+        numbers = (self.defaults, self.dense, self.weights, self.energies, self.returned)
         lengths = [len(each) for each in (*candidates, *numbers)]
         if set(lengths) != {len(self.names)}:
             raise ValueError(f"{len(self.names)} layers, but entries for {lengths}")
@@ -121,6 +126,22 @@ class CandidateTable:
         """Bytes that one rank sends."""
         return total(self._pick(self.sizes, self.dense, choice))
 
+    def bytes_of_both(self, choice: Int64s, sums: Int64s, prices: Prices | None = None) -> float:
+        """Bytes that one rank sends, where sums come back at levels of their own.
+
+        Args:
+            choice: of what ranks send.
+            sums: of the sums; :data:`DENSE` where it is that of ``choice``.
+            prices: of a byte in each direction; None counts them.
+        """
+        prices = prices or Prices()
+        back = np.where((sums == DENSE) | (choice == DENSE), choice, sums)
+        shares = np.where(choice == DENSE, 0.0, self.returned)
+        sent = self._pick(self.sizes, self.dense, choice) * (1 - shares)
+        return prices.of("up") * total(sent) + prices.of("down") * total(
+            self._pick(self.sizes, self.dense, back) * shares
+        )
+
     def cost(self, choice: Int64s) -> float:
         """Bytes times the price of each layer's bytes."""
         return total(self._pick(self.sizes, self.dense, choice) * self.weights)
@@ -136,6 +157,59 @@ class CandidateTable:
             for row, whole, index in zip(rows, dense, choice, strict=True)
         ]
         return np.array(picked, dtype=np.float64)
+
+    def by_direction(self, prices: Prices) -> tuple[CandidateTable, CandidateTable]:
+        """What ranks send, and the sums that come back: two tables, whose bytes are priced.
+
+        The errors of sums are known to no rank alone: those of the ranks' own gradients stand for them.
+
+        Returns:
+            All layers; and those of which something comes back, as :attr:`returning` lists them.
+        """
+        back = self.returning
+
+        def part(layers: Int64s, shares: Float64s, dense: Float64s) -> CandidateTable:
+            chosen = layers.tolist()
+            return CandidateTable(
+                tuple(self.names[each] for each in chosen),
+                tuple(self.errors[each] for each in chosen),
+                tuple(self.sizes[each] * shares[each] for each in chosen),
+                tuple(self.labels[each] for each in chosen),
+                tuple(self.factors[each] for each in chosen),
+                self.defaults[layers],
+                dense[layers],
+                self.weights[layers],
+                energies=self.energies[layers],
+                returned=np.zeros(len(chosen)),
+            )
+
+        up, down = prices.of("up"), prices.of("down")
+        sent, sums = up * (1 - self.returned), down * self.returned
+        # dense layers are summed by an allreduce, of which nothing is compressed again
+        return (
+            part(np.arange(len(self.names)), sent, up * self.dense),
+            part(back, sums, sums * self.dense),
+        )
+
+    @property
+    def returning(self) -> Int64s:
+        """The layers of which sums come back at a level of their own."""
+        return np.flatnonzero(self.returned > 0)
+
+    def joined(self, other: CandidateTable) -> CandidateTable:
+        """The layers of both, one after the other."""
+        return CandidateTable(
+            self.names + other.names,
+            self.errors + other.errors,
+            self.sizes + other.sizes,
+            self.labels + other.labels,
+            self.factors + other.factors,
+            np.concatenate([self.defaults, other.defaults]),
+            np.concatenate([self.dense, other.dense]),
+            np.concatenate([self.weights, other.weights]),
+            np.concatenate([self.energies, other.energies]),
+            np.concatenate([self.returned, other.returned]),
+        )
 
     def all_dense(self) -> Int64s:
         """The choice that compresses nothing."""
@@ -195,6 +269,25 @@ def _nearest(numbers: Float64s, wanted: float) -> int:
     """Index of the number nearest in ratio; the first of equal ones."""
     tiny = np.finfo(np.float64).tiny
     return int(np.argmin(np.abs(np.log(np.maximum(numbers, tiny)) - math.log(max(wanted, tiny)))))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a byte costs in each direction, in units of what the bytes of :class:`Limits` cost.
+
+    Args:
+        by_direction: ``up``, what ranks send, and ``down``, sums that were compressed again.
+
+    Example:
+        >>> Prices({"up": 0.5, "down": 1.5}).of("down"), Prices().of("up")
+        (1.5, 1.0)
+    """
+
+    by_direction: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, direction: str) -> float:
+        """The price of a byte; 1 where the direction was not seen."""
+        return self.by_direction.get(direction, 1.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning.plan import Plan
 from hvd_adaptive.telemetry.config import Telemetry
+from hvd_adaptive.telemetry.layer_gains import LayerGains
 from hvd_adaptive.telemetry.outputs import Outputs, open_sinks
 from hvd_adaptive.telemetry.sinks import Sink
 from hvd_adaptive.telemetry.summary import Summary
@@ -80,6 +83,7 @@ class Meter:
     """
 
     __slots__ = (
+        "_ahead",
         "_boundary",
         "_clock",
         "_closed",
@@ -87,6 +91,7 @@ class Meter:
         "_every",
         "_idle",
         "_last",
+        "_layers",
         "_loss",
         "_outputs",
         "_past",
@@ -126,6 +131,7 @@ class Meter:
         self._dense_traffic = dense_traffic
         self._closed = False
         self._rows: list[list[float]] = []
+        self._layers = LayerGains()
         # Complete steps of the running window; -1 until the clock has started.
         self._steps = -1
         self._boundary = 0
@@ -133,6 +139,8 @@ class Meter:
         self._last = self._window_start = 0.0
         # seconds that belong to no step; the times kept here are the clock's without them
         self._idle = 0.0
+        # sums of what ran before the first complete step
+        self._ahead = [0.0] * _COLUMNS
         # Sums of the windows before the running one, and of the warm-up within them.
         self._past = [0.0] * _COLUMNS
         self._past_seconds = 0.0
@@ -238,6 +246,11 @@ class Meter:
         if sent:
             row[_SENT] += sent
 
+    def layers(self, index: int, layers: Sequence[Layer], energy: Float64s, sent: Float64s) -> None:
+        """Adds to the running window what bucket `index` sent of its layers: see `LayerGains.add`."""
+        if self._outputs:
+            self._layers.add(index, layers, energy, sent)
+
     def end_step(self, step: int) -> None:
         """Closes the running step, whose number in the records is `step`."""
         self._last = self.now()
@@ -286,6 +299,11 @@ class Meter:
         return self._placement
 
     @property
+    def every(self) -> int:
+        """Steps of a window."""
+        return self._every
+
+    @property
     def samples_per_step(self) -> float:
         """Training samples that all ranks together consume in a step; NaN where that is not known."""
         return self._samples
@@ -303,6 +321,7 @@ class Meter:
     def summary(self) -> Summary:
         """Means over the complete steps so far; call it between steps. See `Summary`."""
         steps, seconds, sums = self._totals()
+        whole = [ahead + value for ahead, value in zip(self._ahead, sums, strict=True)]
         if self._warm is not None and steps >= 2 * self._warm[0]:
             warm_steps, warm_seconds, warm_sums = self._warm
             steps -= warm_steps
@@ -328,6 +347,8 @@ class Meter:
             verdict=verdict(
                 total, mean[_EXPOSED], mean[_COMPRESS] + mean[_DECOMPRESS], self._placement
             ),
+            sent_bytes=whole[_PAYLOAD],
+            saved_bytes=whole[_DENSE] - whole[_PAYLOAD],
         )
 
     def close(self) -> None:
@@ -363,6 +384,7 @@ class Meter:
     def _cross_boundary(self) -> None:
         if self._steps == 0:
             # The clock starts here; what ran before it belongs to no complete step.
+            self._ahead = self._window()
             self._start_window()
         else:
             if self._warm is None and self._past_steps + self._steps == _WARMUP_STEPS:
@@ -387,6 +409,7 @@ class Meter:
     def _start_window(self) -> None:
         for row in self._rows:
             row[:] = [0.0] * _COLUMNS
+        self._layers.clear()
         self._loss.take()
         self._steps = 0
         self._window_start = self._last
@@ -440,21 +463,35 @@ class Meter:
                 record["throughput/samples_per_sec"] = self._samples / total
         if self._loss.count:
             record["loss/rank_0"] = self._loss.take()
-        if sums[_PAYLOAD]:
-            record["compression/ratio_payload"] = sums[_DENSE] / sums[_PAYLOAD]
-        if sums[_TRAFFIC]:
-            dense_traffic = self._dense_traffic * sums[_DENSE]
-            record["compression/ratio_traffic"] = dense_traffic / sums[_TRAFFIC]
-        if sums[_ENERGY]:
-            record["compression/gain"] = sums[_SENT] / sums[_ENERGY]
-            left = (sums[_ENERGY] - sums[_SENT]) / steps
-            # Rounding may leave a little less than nothing; a NaN stays one.
-            record["residual/norm"] = 0.0 if left < 0 else math.sqrt(left)
-        for bucket, row in enumerate(self._rows):
-            record[f"bucket/{bucket}/communicate_ms"] = row[_COMMUNICATE] / steps * 1e3
-            record[f"bucket/{bucket}/compress_ms"] = row[_COMPRESS] / steps * 1e3
-            record[f"bucket/{bucket}/payload_bytes"] = row[_PAYLOAD] / steps
+        record |= _ratios(sums, steps, self._dense_traffic)
+        record |= self._layers.record()
+        record |= _of_buckets(self._rows, steps)
         return record
+
+
+def _ratios(sums: Sequence[float], steps: int, dense_traffic: float) -> dict[str, float]:
+    """What was sent of what there was; what has no meaning is left out."""
+    record: dict[str, float] = {}
+    if sums[_PAYLOAD]:
+        record["compression/ratio_payload"] = sums[_DENSE] / sums[_PAYLOAD]
+    if sums[_TRAFFIC]:
+        record["compression/ratio_traffic"] = dense_traffic * sums[_DENSE] / sums[_TRAFFIC]
+    if sums[_ENERGY]:
+        record["compression/gain"] = sums[_SENT] / sums[_ENERGY]
+        left = (sums[_ENERGY] - sums[_SENT]) / steps
+        # Rounding may leave a little less than nothing; a NaN stays one.
+        record["residual/norm"] = 0.0 if left < 0 else math.sqrt(left)
+    return record
+
+
+def _of_buckets(rows: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
+    """Means of each bucket."""
+    record: dict[str, float] = {}
+    for bucket, row in enumerate(rows):
+        record[f"bucket/{bucket}/communicate_ms"] = row[_COMMUNICATE] / steps * 1e3
+        record[f"bucket/{bucket}/compress_ms"] = row[_COMPRESS] / steps * 1e3
+        record[f"bucket/{bucket}/payload_bytes"] = row[_PAYLOAD] / steps
+    return record
 
 
 def _ratio(numerator: float, denominator: float) -> float:

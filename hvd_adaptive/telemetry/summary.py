@@ -20,6 +20,9 @@ class Summary:
     `communicate` is the exposed communication, so the four add up to `total`.
     `gain` is the share of the gradients' energy that was sent. `node_bytes` stay inside a node, and are
     no part of `traffic_bytes`. `verdict` says in one sentence what bounds a step.
+
+    `sent_bytes` and `saved_bytes` are of the whole run, warm-up included: the payloads that this rank
+    handed to collectives, and by how much its dense gradients were larger.
     """
 
     steps: float
@@ -37,6 +40,13 @@ class Summary:
     gain: float
     node_bytes: float = 0.0
     verdict: str = ""
+    sent_bytes: float = 0.0
+    saved_bytes: float = 0.0
+
+    @property
+    def floats_sent(self) -> float:
+        """Payloads of the whole run in units of a float32, as GraVAC counts them."""
+        return self.sent_bytes / 4
 
     def table(self) -> str:
         """The summary as aligned lines of text."""
@@ -55,6 +65,9 @@ class Summary:
         lines.append(("compression ratio of the payload", _number(self.ratio_payload, "{:,.2f}")))
         lines.append(("compression ratio of the traffic", _number(self.ratio_traffic, "{:,.2f}")))
         lines.append(("gain", _number(self.gain, "{:.4f}")))
+        lines.append(("sent in the whole run", f"{self.sent_bytes:,.0f} bytes"))
+        lines.append(("floats sent in the whole run", f"{self.floats_sent:,.0f}"))
+        lines.append(("saved in the whole run", f"{self.saved_bytes:,.0f} bytes"))
         width = max(len(label) for label, _ in lines)
         table = [f"{label:<{width}}  {value}" for label, value in lines]
         return "\n".join([*table, self.verdict] if self.verdict else table)

@@ -50,7 +50,8 @@ _OF_ANY_NUMBER: Final = (
     ),
     (r"bucket/\d+/compress_ms", "Milliseconds per step in which this bucket was compressed."),
     (r"bucket/\d+/payload_bytes", "Bytes per step of this bucket's payload."),
-    (r"gain/.+", "Share of this layer's gradient energy that the plan expects to send, from 0 to 1."),
+    (r"gain/.+", "Share of this layer's energy that was sent; 1 is all, more is random rounding."),
+    (r"expected_gain/.+", "Share of this layer's energy that the plan expects to send, from 0 to 1."),
     (r"forecast/predicted_.*_ms|forecast/predicted_ms", "Milliseconds per step that the plan foresaw."),
     (r"forecast/measured_.*_ms|forecast/measured_ms", "Milliseconds per step under the plan."),
     (r"forecast/predicted_bytes", "Bytes per step on this rank's link that the plan foresaw."),
@@ -81,6 +82,7 @@ _GROUPS: Final = {
     "residual": "5_memory",
     "bucket": "z_bucket",
     "gain": "z_layer_gain",
+    "expected_gain": "z_layer_expected_gain",
 }
 _OLD: Final = {
     "compression/bytes_per_step": "bytes/payload",

@@ -135,7 +135,7 @@ class TensorBoardSink:
         (plan, step), self._unshown = self._unshown, None
         self._shown = time.monotonic()
         self.text("plan/table", f"```\n{plan}\n```", step)
-        gains = {f"gain/{row.layer}": row.gain for row in plan if row.gain is not None}
+        gains = {f"expected_gain/{row.layer}": row.gain for row in plan if row.gain is not None}
         if gains:
             self.scalars(step, gains)
         png, width, height = self._picture.png()

@@ -120,7 +120,7 @@ class TrainingOptions:
     scheme: str
     planner: str | None
     candidates: tuple[str, ...]
-    dense_steps: int
+    dense_steps: int | str
     bucket_cap_mb: float
     op: str
     gradient_predivide_factor: float
@@ -159,6 +159,11 @@ def number(
 
     convert.__name__ = kind.__name__
     return convert
+
+
+def dense_steps(text: str) -> int | str:
+    """A number of steps, or until when the learning rate rises; the library checks the rest."""
+    return text if text.startswith("lr_warmup") else int(number(int, 0)(text))
 
 
 def override(text: str) -> tuple[str, str]:
@@ -296,8 +301,9 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
         + ", ".join(planners.REGISTRY) + " (none)")  # fmt: skip
     add("--candidate", dest="candidates", type=compression, action="append", metavar="SPEC",
         help="another compression whose levels the planner may choose; may be repeated")  # fmt: skip
-    add("--dense-steps", type=number(int, 0), default=0, metavar="N",
-        help="first steps, which send dense gradients (%(default)s)")  # fmt: skip
+    add("--dense-steps", type=dense_steps, default=0, metavar="N",
+        help="first steps, which send dense gradients (%(default)s); or lr_warmup: until the learning "
+        "rate stops rising")  # fmt: skip
     add("--bucket-cap-mb", type=number(float, 0), default=25.0, metavar="X",
         help="gradients that are sent together (%(default)s)")  # fmt: skip
     add("--op", choices=("average", "sum"), default="average", help="(%(default)s)")

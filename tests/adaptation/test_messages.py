@@ -31,7 +31,7 @@ def test_a_message_is_its_json(message: Any) -> None:
 
 def test_a_decision_keeps_the_keys_that_checkpoints_hold() -> None:
     assert list(json.loads(DECISION.to_json())) == [
-        "levels", "changed", "factor", "factors", "report", "reasons", "errors", "energies",
+        "levels", "changed", "factor", "factors", "report", "reasons", "errors", "energies", "sums",
     ]  # fmt: skip
 
 

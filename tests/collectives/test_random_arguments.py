@@ -37,7 +37,7 @@ def arguments(spec: str, rank: int, ranks: int, step: int = 3) -> RandomArgument
     nothing: Any = None
     io = BucketIO(
         *(nothing, Buffers(bucket), {}, step, ranks, rank, rank, 1 / ranks, torch.clone, 11),
-        observe_energy=lambda energy, sent: None,
+        observe_energy=lambda bucket, energy, sent: None,
         topology=Topology.flat(ranks),
     )
     return io.random_arguments(bucket, bucket.segments[0])

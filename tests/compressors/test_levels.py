@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 
 from hvd_adaptive.arrays import Float64s
-from hvd_adaptive.compressors import distributions
+from hvd_adaptive.compressors import distributions, parse
 from hvd_adaptive.compressors import level_fitting as module
+from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.compressors.distributions import (
     Mixture,
     TabulatedDistribution,
@@ -182,6 +183,37 @@ def test_psi_is_the_expected_variance_of_rounding(seed: int, zero: bool) -> None
     variance = (levels[above] - r) * (r - levels[above - 1])
     variance = np.where(r < levels[0], levels[0] ** 2 - r**2, variance)
     assert psi(levels, mixture) == pytest.approx(variance.mean(), rel=5e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "levels", [[0.0, 0.2, 0.5, 1.0], [0.05, 0.3, 1.0], list(powers(0.5, 3)), [1.0]], ids=str
+)
+def test_psi_is_the_integral_of_the_variance(levels: list[float]) -> None:
+    """Equation (3) by quadrature in float64, of a mixture whose density is written out here."""
+    parents = [(0.1, 0.2, 0.7), (-0.3, 0.15, 0.2), (0.8, 0.05, 0.1)]
+
+    def variance(r: float) -> float:
+        above = int(np.searchsorted(levels, r, side="right"))
+        if above == 0:  # below all levels the sign is random: both of them are r's neighbors
+            return levels[0] ** 2 - r**2
+        return (levels[above] - r) * (r - levels[above - 1]) if above < len(levels) else 0.0
+
+    expected = 0.0
+    for mean, sigma, weight in parents:
+
+        def density(r: float, mean: float = mean, sigma: float = sigma) -> float:
+            return math.exp(-(((r - mean) / sigma) ** 2) / 2)
+
+        def part(r: float, of: Any = density) -> float:
+            return float(variance(r) * of(r))
+
+        points = sorted({*levels, min(max(mean, 0.0), 1.0)} - {0.0, 1.0}) or None
+        whole = integrate.quad(density, 0, 1, points=points, epsabs=0, epsrel=1e-12)[0]
+        expected += (
+            weight * integrate.quad(part, 0, 1, points=points, epsabs=0, epsrel=1e-12)[0] / whole
+        )
+    means, sigmas, weights = zip(*parents, strict=True)
+    assert psi(levels, Mixture(means, sigmas, weights)) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -500,11 +532,89 @@ def test_without_statistics_the_tables_stay() -> None:
     assert learned.statistics() == []
 
 
-def test_normalized_variance_counts_all_blocks_alike() -> None:
+def test_normalized_weights_are_the_blocks_shares_of_the_elements() -> None:
     learned = LearnedLevels("alq", 100, "l2", weighting="normalized")
     learned.collecting = True
     learned.observe(gradient(0, 1000) * torch.logspace(0, 6, 1000), np.array([0, 1000]))
     assert {weight for _, _, weight in learned.statistics()} == {1.0}
+    # a short block's variance is a sum over fewer elements
+    learned.observe(gradient(0, 225), np.array([0, 225]))
+    assert sorted(weight for _, _, weight in learned.statistics()) == [0.25, 1.0, 1.0]
+    with pytest.raises(ValueError, match="'alike'"):
+        block_statistics(torch.ones(3), 2, "l2", "alike")  # type: ignore[arg-type]
+
+
+def blocks_apart(scale: float) -> torch.Tensor:
+    """Every other block of 100 is nearly flat; the others are normal, and larger."""
+    rows = torch.randn(200, 100, generator=torch.Generator().manual_seed(7))
+    rows[::2] = rows[::2].sign() * (1 + 0.1 * rows[::2].abs())
+    rows[1::2] *= scale
+    return rows.reshape(-1)
+
+
+def measured_variance(x: torch.Tensor, table: Any, norm: str, normalized: bool) -> float:
+    """Sum over blocks of |Q(v) - v|^2 in expectation, divided by |v|^2 or not: by the definition."""
+    levels, total = np.asarray(table, np.float64), 0.0
+    for block in x.double().abs().split(100):
+        length = float(block.norm() if norm == "l2" else block.max())
+        r = (block / length).numpy()
+        above = np.clip(np.searchsorted(levels, r), 1, len(levels) - 1)
+        each = (levels[above] - r) * (r - levels[above - 1])
+        each = np.where(r < levels[0], levels[0] ** 2 - r**2, each)
+        total += float(each.sum()) * (1.0 if normalized else length**2)
+    return total
+
+
+@pytest.mark.parametrize("spec", ["alq:zero=true", "alq:method=gd,coding=fixed", "amq"])
+@pytest.mark.parametrize("norm", ["l2", "max"])
+def test_each_weighting_has_the_least_of_its_own_variance(spec: str, norm: str) -> None:
+    """ALQ and AMQ against ALQ-N and AMQ-N, on blocks of very different norms, by brute force."""
+    x, tables = blocks_apart(1e3), {}
+    for weighting in ("expected", "normalized"):
+        separator = "," if ":" in spec else ":"
+        options = f"norm={norm},block=100,weighting={weighting}"
+        compressor = parse(f"{spec}{separator}{options}")
+        state = compressor.new_state()
+        assert isinstance(state, LearnedLevels)
+        state.collecting = True
+        state.observe(x, np.array([0, len(x)]))
+        statistics = state.statistics()
+        tables[weighting] = state.fit([statistics])["3"]
+        promised = psi(tables[weighting], model(statistics))
+        own = measured_variance(x, tables[weighting], norm, weighting == "normalized")
+        weight = sum(row[2] for row in statistics) * 100
+        assert own == pytest.approx(promised * weight, rel=0.2)
+    for weighting, other in (("expected", "normalized"), ("normalized", "expected")):
+        normalized = weighting == "normalized"
+        mine = measured_variance(x, tables[weighting], norm, normalized)
+        assert mine < 0.995 * measured_variance(x, tables[other], norm, normalized)
+
+
+def test_the_options_of_a_spec_reach_the_learner() -> None:
+    def learner(spec: str) -> tuple[str, str, str]:
+        state = parse(spec).new_state()
+        assert isinstance(state, LearnedLevels)
+        return state.norm, state.method, state.weighting
+
+    assert learner("alq") == ("max", "cd", "expected")
+    assert learner("alq:norm=l2,method=gd,weighting=normalized") == ("l2", "gd", "normalized")
+    assert learner("amq:norm=l2,weighting=normalized") == ("l2", "cd", "normalized")
+    # what differs in what is learned is learned apart; the bits are not
+    keys = {
+        parse(spec).state_key
+        for spec in ("alq:bits=2", "alq:bits=4", "alq:method=gd", "alq:weighting=normalized")
+    }
+    assert len(keys) == 3
+    with pytest.raises(ValueError, match="amq has no option 'method'"):
+        parse("amq:method=gd")
+
+
+def test_the_weighting_is_not_on_the_wire() -> None:
+    bodies = [
+        parse(spec).compress_(gradient(3, 2000), 3, LayerContext(key=5)).data.tolist()
+        for spec in ("alq:norm=l2", "alq:norm=l2,method=gd,weighting=normalized")
+    ]
+    assert bodies[0] == bodies[1]
 
 
 def test_updates_are_due_at_the_listed_steps_and_the_lasts_multiples() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.control_channel import Channel, HorovodChannel, MpiChannel, open_channel
+from hvd_adaptive.comm.control_channel import (
+    Channel,
+    ChannelControl,
+    HorovodChannel,
+    MpiChannel,
+    open_channel,
+)
+from tests.distributed.workloads import ours
 
 KINDS = ["mpi", "horovod"]
 
@@ -45,6 +53,65 @@ def test_every_rank_gets_the_rows_of_all(kind: str, count: int) -> None:
 def test_rank_0s_message_reaches_all(kind: str, message: str) -> None:
     channel = make(kind)
     assert channel.broadcast(message if hvd.rank() == 0 else "not this") == message
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_of_any_length_reach_all(kind: str) -> None:
+    texts = ["é" * 70_000, "", "short", "{}"][: hvd.size()]
+    channel = make(kind)
+    for _ in range(3):
+        assert channel.exchange(texts[hvd.rank()]) == texts
+    agreement = ChannelControl(Control("test.agreement"), lambda: channel)
+    assert agreement.allgather({"rank": hvd.rank()}) == [{"rank": rank} for rank in range(hvd.size())]
+    assert agreement.decide(lambda: [hvd.rank(), "built"]) == [0, "built"]
+    with pytest.raises(ValueError, match="nothing there" if hvd.rank() == 0 else "") as caught:
+        agreement.agree("a test", lambda: refuse() if hvd.rank() == 0 else 1, lambda _: {})
+    assert "nothing there" in str(caught.value)
+
+
+def refuse() -> int:
+    raise ValueError("nothing there")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "alq:bits=3,updates=2/4"},
+        {"compression": "topk:density=0.05", "planner": "lgreco:period=4"},
+    ],
+    ids=["levels", "plans"],
+)
+def test_what_is_learned_and_planned_takes_no_place_in_horovods_order(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    gather = hvd.allgather
+
+    def watched(tensor: torch.Tensor, name: str | None = None, **more: Any) -> torch.Tensor:
+        names.append(str(name))
+        return gather(tensor, name=name, **more)
+
+    model = torch.nn.Linear(64, 64)
+    optimizer = ours(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    said: list[str] = []
+    exchange = MpiChannel.exchange
+
+    def listened(self: MpiChannel, message: str) -> list[str]:
+        said.append(message)
+        return exchange(self, message)
+
+    monkeypatch.setattr(MpiChannel, "exchange", listened)
+    for step in range(12):
+        if step == 1:  # layers are agreed upon in the first step, and the channel is opened in one
+            monkeypatch.setattr(hvd, "allgather", watched)
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    opened = [name for name in names if name.endswith(".control")]
+    assert len(said) >= (1 if "planner" in options else 2)
+    assert len(opened) <= ("planner" not in options)
 
 
 @pytest.mark.ranks(2, 4)

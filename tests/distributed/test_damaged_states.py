@@ -143,11 +143,12 @@ def spoiled(value: float) -> Callable[[Tensor], Tensor]:
 
 WIDE = ("kept", "wide")
 ITEMS = (
-    "format rounds order routes kept owned shards rates last_rates learn_next planned codecs controller"
+    "format rounds flat_steps order routes kept owned shards rates last_rates learn_next planned sums "
+    "codecs controller"
 )
 PILOT = (
-    "recipe planner levels told expected factor decided factors factors_since trigger message table "
-    "sampled measured"
+    "recipe planner levels told sums expected factor decided factors factors_since trigger message "
+    "table sampled measured"
 )
 Damage: TypeAlias = tuple[str, Callable[[State], None], str]
 DAMAGE: list[Damage] = [
@@ -158,9 +159,11 @@ DAMAGE: list[Damage] = [
         for key in PILOT.split()
     ],
     *[("lgreco", put("controller", key, b"x"), rf"controller\['{key}'\]") for key in PILOT.split()],
-    ("ef", put("format", 4), "format is 4, expected 7"),
+    ("ef", put("format", 4), "format is 4, expected 9"),
     ("ef", put("rounds", -1), r"rounds must be a whole number of at least 0, got -1"),
     ("ef", put("rounds", True), "rounds must be a whole number"),
+    ("ef", put("dense_until", -1), "dense_until must be a whole number of at least 0"),
+    ("ef", drop("dense_until"), "dense_until is (missing|1)"),
     ("ef", put("rounds", 1 << 70), "rounds must be a whole number"),
     ("ef", put("order", lambda order: [*order, order[0]]), "order names '.*' twice"),
     ("ef", put("order", lambda order: [*order, "gone"]), "order must name the same layers: 'gone'"),

@@ -179,12 +179,31 @@ def test_linear_compressors_work_in_horovods_own_optimizer() -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_sparse_compressor_in_horovods_own_optimizer_is_refused() -> None:
+def test_random_k_in_horovods_own_optimizer_sends_the_same_elements_from_all_ranks() -> None:
+    whole = hva.Compression.randomk(density=1.0, unbiased=True)
+    dense = trained_by_horovod(hvd.Compression.none)
+    for p, q in zip(trained_by_horovod(whole), dense, strict=True):
+        torch.testing.assert_close(p, q)
+    before = [p.detach().clone() for p in model().parameters()]
+    after = trained_by_horovod(hva.Compression.randomk(density=0.05, unbiased=True))
+    for start, p, q in zip(before, after, dense, strict=True):
+        gathered = hvd.allgather(p.reshape(1, -1))
+        assert all(torch.equal(row, gathered[0]) for row in gathered)
+        moved = float((p != start).float().mean())
+        if p.dim() > 1 and p.numel() >= 1024:  # three draws of 5 %
+            assert 0.1 < moved <= 0.15
+        else:
+            assert moved == pytest.approx(float((q != start).float().mean()), abs=0.1)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_what_cannot_be_summed_once_is_refused_in_horovods_own_optimizer(name: str) -> None:
     net = model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.1),
         named_parameters=net.named_parameters(),
-        compression=hva.Compression.topk(density=0.01),
+        compression=getattr(hva.Compression, name)(),
     )
     x, y = batch(hvd.rank(), 0)
     with pytest.raises(TypeError, match=r"use hvd_adaptive\.DistributedOptimizer"):

@@ -18,7 +18,7 @@ from hvd_adaptive.adaptation.candidates import candidates_of
 from hvd_adaptive.adaptation.sampling import SKETCH
 from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state
 from hvd_adaptive.compressors import format_spec, parse
-from hvd_adaptive.config import CompressionConfig
+from hvd_adaptive.config import CompressionConfig, ReducerOptions
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import parse as parse_recipe
 from tests.damage import damaged
@@ -38,6 +38,8 @@ def state(values: list[float], slot: str = "residual", **changed: Any) -> dict[s
     return {
         "format": STATE_FORMAT,
         "rounds": 3,
+        "dense_until": None,
+        "flat_steps": 0,
         "order": ["w", "b"],
         "routes": {"w": [compressor, rule], "b": ["none", "none"]},
         "kept": {"w": slots, "b": {}},
@@ -47,6 +49,7 @@ def state(values: list[float], slot: str = "residual", **changed: Any) -> dict[s
         "last_rates": (0.1,),
         "learn_next": False,
         "planned": {},
+        "sums": {},
         "codecs": {},
         "controller": None,
         **changed,
@@ -97,7 +100,7 @@ def test_what_was_given_is_left_alone() -> None:
         ([state([1.0]), state([1.0], "estimate")], "rank 0 and rank 1 .*: routes is"),
         ([state([1.0]), state([float("nan")])], r"rank 1: .* kept\['w'\]\['residual'\] holds NaN"),
         ([state([1.0]), None], "rank 1: compression state: it is None and no dict"),
-        ([{"format": 8}], "rank 0: compression state: rounds is missing"),
+        ([{"format": STATE_FORMAT}], "rank 0: compression state: rounds is missing"),
     ],
 )
 def test_states_that_do_not_belong_together_are_an_error(states: list[Any], message: str) -> None:
@@ -120,7 +123,9 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
     """As a run with a planner would save it, after a decision and with another one on its way."""
     own, other = parse("powersgd:rank=2"), parse("qsgd:bits=4,coding=huffman")
     recipe = parse_recipe(planner)
-    run = Run(LAYERS, CompressionConfig.of(own, None, "ef"), 0, recipe, (other,), ranks=2)
+    run = Run(
+        LAYERS, CompressionConfig.of(own, None, "ef"), ReducerOptions(), recipe, (other,), ranks=2
+    )
     rows = {layer.name: candidates_of(layer, [own, other]) for layer in LAYERS[:2]}
     twice = 2 if planner.endswith("preconditioned") else 1
     varying = len(other.levels(LAYERS[0]))
@@ -134,6 +139,7 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
         "planner": recipe.planner(2).state_dict(),
         "levels": chosen,
         "told": [list(chosen.values())],
+        "sums": [0, -1],
         "expected": {"w": (0.5, 1.0)},
         "factor": 1.0,
         "decided": True,
@@ -141,7 +147,8 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
         "factors_since": 3,
         "trigger": 12,
         "message": '{"levels": [[0, -1]], "changed": true, "factor": 1.0, "factors": [], "report": '
-        '{"bytes": Infinity}, "reasons": ["why"], "errors": [[0.1, 0.0]], "energies": [[1.0, 2.0]]}',
+        '{"bytes": Infinity}, "reasons": ["why"], "errors": [[0.1, 0.0]], "energies": [[1.0, 2.0]], '
+        '"sums": []}',
         "table": [0.0] * (sum(sums.values()) + sketches),
         "sampled": 2,
         "measured": {name: [[0.5] * sums[name], 1, 1, None, None, 0] for name in rows},

@@ -61,7 +61,24 @@ def test_two_directions_share_the_time() -> None:
     for step in range(4):
         up, down = transfers_at(step, 1e6, 0.0), transfers_at(step, 4e6, 0.0, "down")
         budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=[*up, *down]))
-    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.5 / (1e-6 + 0.25e-6), rel=1e-6)
+    # the bytes are those of both directions, which carry as many: one takes 0.625 us on average
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.5 / 0.625e-6, rel=1e-6)
+    assert budget.prices.of("up") == pytest.approx(1.6)
+    assert budget.prices.of("down") == pytest.approx(0.4)
+    # a byte more in one direction only costs what it takes there
+    assert budget.seconds(1e5 * budget.prices.of("up")) == pytest.approx(0.1 + 1e5 * 1e-6)
+
+
+def test_directions_count_by_their_bytes() -> None:
+    budget = Bandwidth(seconds=0.6, warmup=1, probe=0).budget()
+    for step in range(4):
+        size = 1000.0 * (1 + step)
+        moved = [Transfer(3 * size, 3e-6 * size), Transfer(size, 4e-6 * size, "down")]
+        if step == 3:  # of one direction nothing is known now: its bytes do not cost less for that
+            moved = moved[:1]
+        budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=moved))
+    mean = (12000 * 1e-6 + 3000 * 4e-6) / 15000
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.5 / mean, rel=1e-6)
 
 
 def test_the_budget_follows_the_bandwidth() -> None:

@@ -242,7 +242,7 @@ def test_a_plan_reaches_tensorboard_as_table_picture_and_gains(tmp_path: Path) -
     assert [event.step for event in images] == [0, 30]
     assert images[-1].encoded_image_string.startswith(b"\x89PNG")
     assert images[-1].width >= 2 * images[-1].height
-    gains = events.Scalars(shown("gain/layer0"))
+    gains = events.Scalars(shown("expected_gain/layer0"))
     assert [(e.step, e.value) for e in gains] == [(0, 0.75), (30, 0.75)]
     assert (
         b"layer1" in events.Tensors("plan/table/text_summary")[-1].tensor_proto.string_val[0]

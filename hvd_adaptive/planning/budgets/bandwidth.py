@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
 from hvd_adaptive.planning.costs import BandwidthMonitor, robust_line
 from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
-from hvd_adaptive.planning.table import CandidateTable, Limits
+from hvd_adaptive.planning.table import CandidateTable, Limits, Prices
 
 __all__ = ["Bandwidth", "BandwidthBudget"]
 
@@ -23,8 +23,11 @@ class Bandwidth(BudgetOptions):
     """As many bytes as the network carries in the time that computing leaves of a step.
 
     With ``t`` the wanted seconds of a step: ``t - T_comp`` is shared by all transfers of a step. Every
-    direction that is seen has its own latency and bandwidth. Source: Kimad, section 3.1. Beyond the
-    paper, ``T_comp`` is a line of the bytes, because compressing and decompressing more takes longer.
+    direction that is seen has its own latency and bandwidth: where a scheme compresses sums again
+    (``two_shot``), what ranks send and what comes back are priced apart, and get levels of their own.
+    Errors are those of what is compressed: of ``g - h`` under EF21, with the residual under error
+    feedback. Source: Kimad, section 3.1. Beyond the paper, ``T_comp`` is a line of the bytes, because
+    compressing and decompressing more takes longer.
 
     Bytes that follow the bandwidth make all transfers take as long, from which latency and bandwidth
     cannot be separated. So the second plan, and then every ``probe``-th one, gets half as much.
@@ -112,7 +115,7 @@ class BandwidthBudget(Budget):
     def __init__(self, options: Bandwidth) -> None:
         self._options = options
         own = {Measurement.PER_RANK_ERRORS} if options.per_worker else set()
-        self.needs = frozenset({Measurement.TRANSFERS, *own})
+        self.needs = frozenset({Measurement.TRANSFERS, Measurement.ERRORS_OF_SENT, *own})
         self._computing: deque[tuple[float, float]] = deque(maxlen=max(options.warmup, _REMEMBERED))
         """Bytes sent and seconds of computing."""
         self._byte_work = 0.0
@@ -125,6 +128,7 @@ class BandwidthBudget(Budget):
         self._report: dict[str, float] = {}
         self._line: tuple[float, float] | None = None
         """Seconds of a step: those that bytes do not change, and those of a byte."""
+        self._prices = Prices()
 
     def observe(self, facts: StepMeasurements) -> None:
         """Every transfer goes to its direction's monitor."""
@@ -135,11 +139,10 @@ class BandwidthBudget(Budget):
             late = facts.seconds > self._options.seconds
             wider = self._margin + _MARGIN_STEP * (late - (1 - self._options.share))
             self._margin = min(max(0.0, wider), _MOST_MARGIN)
-        if facts.transfers:
-            self._count = {}
+        # a direction of which nothing is known in this step has as many as in the one before
+        self._count |= Counter(transfer.direction for transfer in facts.transfers)
         for transfer in facts.transfers:
             direction = transfer.direction
-            self._count[direction] = self._count.get(direction, 0) + 1
             monitor = self._monitors.setdefault(direction, BandwidthMonitor(_HALF_LIFE))
             monitor.observe(transfer.nbytes, transfer.seconds)
 
@@ -151,18 +154,23 @@ class BandwidthBudget(Budget):
         return enough and bool(monitors) and all(monitor.ready for monitor in monitors)
 
     def allow(self, table: CandidateTable) -> Limits:
-        """Bytes that make all directions' times add up to what computing leaves."""
+        """Bytes of all directions together whose times add up to what computing leaves."""
         del table
-        fixed, slope = self._work()
+        fixed, work = self._work()
         self._report = {"compute_seconds": fixed, "margin": self._margin}
+        sent, each = {}, {}
         for direction, monitor in sorted(self._monitors.items()):
             rate = monitor.estimate()
             fixed += self._count.get(direction, 0) * rate.latency
             # an error that is unknown counts as nothing
             error = rate.error if math.isfinite(rate.error) else 0.0
-            slope += rate.seconds_per_byte + self._options.caution * error
+            each[direction] = work + rate.seconds_per_byte + self._options.caution * error
+            sent[direction] = monitor.last_bytes(max(1, self._count.get(direction, 0)))
             self._report[f"bandwidth_{direction}"] = rate.bandwidth
             self._report[f"bandwidth_error_{direction}"] = rate.bandwidth_error
+        # of a byte that goes as those of the last step did
+        slope = sum(each[way] * nbytes for way, nbytes in sent.items()) / sum(sent.values())
+        self._prices = Prices({way: seconds / slope for way, seconds in each.items()})
         left = max(0.0, self._options.seconds - fixed) * (1 - self._margin)
         self._report["communication_seconds"] = left
         self._line, self._granted = (fixed, slope), self._granted + 1
@@ -182,6 +190,11 @@ class BandwidthBudget(Budget):
         latest = slice(-self._options.warmup, None)
         fixed = np.median(seconds[latest] - self._byte_work * nbytes[latest])
         return max(0.0, float(fixed)), self._byte_work
+
+    @property
+    def prices(self) -> Prices:
+        """Seconds of a byte in each direction, over those of the mean byte."""
+        return self._prices
 
     def seconds(self, nbytes: float) -> float | None:
         """By the bandwidths of the last limits."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
-from hvd_adaptive.planning.table import CandidateTable, Limits
+from hvd_adaptive.planning.table import CandidateTable, Limits, Prices
 
 if TYPE_CHECKING:
     from hvd_adaptive.planning.planner import PlanningInput
@@ -87,6 +87,11 @@ class Budget(ABC):
         """Learn what was decided within the last limits; what there is to say about it, in words."""
         del levels
         return ()
+
+    @property
+    def prices(self) -> Prices:
+        """What a byte costs in each direction, of those that the last limits are in."""
+        return Prices()
 
     def seconds(self, nbytes: float) -> float | None:
         """Expected seconds of a step that sends this many bytes; None where that is not known."""
