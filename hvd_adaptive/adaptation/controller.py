@@ -40,7 +40,7 @@ from hvd_adaptive.adaptation.timing import (
     local_measurements,
     rank_times,
     with_sync_seconds,
-    with_transfers,
+    with_transfers_of,
 )
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.arrays import Float64s, Int64s
@@ -188,8 +188,7 @@ class AdaptationController:
 
     def sum_levels(self) -> dict[str, Level]:
         """Levels of sums that are compressed again, where they are not those of their layers."""
-        given = self._sampler.assignments(dict(zip(self._sampler.rows, self._sums, strict=False)))
-        return {name: level for name, (compressor, level) in given.items() if compressor is not None}
+        return self._sampler.sum_levels(self._sums)
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -247,8 +246,7 @@ class AdaptationController:
             completions.append(lambda facts: with_averages(facts, factors, averages()))
         if Measurement.TRANSFERS in self._needs:
             least = self._channel.least(rank_times(facts.compute_seconds, timings))
-            known = [timing.traffic for timing in timings], [timing.direction for timing in timings]
-            completions.append(lambda facts: with_transfers(facts, known[0], least(), known[1]))
+            completions.append(partial(with_transfers_of, tuple(timings), least))
         if Measurement.BUCKETS in self._needs:
             span = np.array([np.inf if facts.sync_seconds is None else facts.sync_seconds])
             fastest = self._channel.least(span)
@@ -309,8 +307,8 @@ class AdaptationController:
         measured_errors = Measurement.ERRORS in self._needs
         seen = [(table, table.energies if measured_errors else np.zeros(0)) for table in tables]
         message = _message(decision, seen, choices, planner.factors, perf_counter() - start)
-        told = (self._last_decision, self._sums)
-        return replace(message, changed=not self._decided or (message.levels, message.sums) != told)
+        told = (self._last_decision, self._sums) if self._decided else ()
+        return replace(message, changed=(message.levels, message.sums) != told)
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do some work on rank 0; its failure is reported to all ranks."""
@@ -464,8 +462,7 @@ class AdaptationController:
         self._worker.message = None if state["message"] is None else from_json(state["message"])
         self._table = None if state["table"] is None else np.array(state["table"])
         self._levels = dict(state["levels"])
-        self._last_decision = tuple(tuple(row) for row in state["told"])
-        self._sums = tuple(state["sums"])
+        self._last_decision, self._sums = tuple(map(tuple, state["told"])), tuple(state["sums"])
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
         self._sampler.restore(state["measured"])
 

@@ -26,7 +26,7 @@ from hvd_adaptive.adaptation.sketch import NUMBERS, signed_sums
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
 from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
-from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor
+from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, Level
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import (
     DENSE,
@@ -421,6 +421,11 @@ class Sampler:
             chosen = self.rows[name].candidates[index]
             given[name] = (None, 0) if index == DENSE else (chosen.compressor, chosen.level)
         return given
+
+    def sum_levels(self, sums: Sequence[int]) -> dict[str, Level]:
+        """Levels of sums, whose candidates are given by their index, in the layers' order."""
+        given = self.assignments(dict(zip(self.rows, sums, strict=False)))
+        return {name: level for name, (compressor, level) in given.items() if compressor is not None}
 
     # --- when -------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -159,6 +159,14 @@ def with_transfers(
             if size > 0 and seconds < np.inf
         ]
     return replace(facts, transfers=transfers)
+
+
+def with_transfers_of(
+    timings: Sequence[CollectiveTiming], least: Callable[[], Float64s], facts: StepMeasurements
+) -> StepMeasurements:
+    """As :func:`with_transfers`, of these collectives; ``least`` waits for the other ranks."""
+    traffic = [timing.traffic for timing in timings]
+    return with_transfers(facts, traffic, least(), [timing.direction for timing in timings])
 
 
 _ONLY: Direction = "up"

@@ -389,8 +389,7 @@ def _observe(state: LearnedLevels, batch: LayerBatch) -> None:
 class _Random(Quantizer):
     """Members that round at random to one of the two levels around a value.
 
-    Options: see :class:`QSGD`. ``correlated`` is :func:`hvd_adaptive.rng.dithers`, ``rotate``
-    :mod:`hvd_adaptive.compressors.rotation`.
+    Options: see :class:`QSGD`, :func:`hvd_adaptive.rng.dithers` and :mod:`.rotation`.
     """
 
     bits: int = 4

@@ -88,7 +88,6 @@ class Meter:
         "_clock",
         "_closed",
         "_dense_traffic",
-        "_every",
         "_idle",
         "_last",
         "_layers",
@@ -106,6 +105,7 @@ class Meter:
         "_traced",
         "_warm",
         "_window_start",
+        "every",
         "trace",
     )
 
@@ -123,7 +123,7 @@ class Meter:
         placement: Placement | None = None,
     ) -> None:
         telemetry = Telemetry.parse(telemetry)
-        self._every = telemetry.every
+        self.every = telemetry.every
         self._samples = math.nan
         if telemetry.samples_per_step is not None:
             self._samples = float(telemetry.samples_per_step)
@@ -299,11 +299,6 @@ class Meter:
         return self._placement
 
     @property
-    def every(self) -> int:
-        """Steps of a window."""
-        return self._every
-
-    @property
     def samples_per_step(self) -> float:
         """Training samples that all ranks together consume in a step; NaN where that is not known."""
         return self._samples
@@ -389,9 +384,9 @@ class Meter:
         else:
             if self._warm is None and self._past_steps + self._steps == _WARMUP_STEPS:
                 self._warm = self._totals()
-            if self._steps >= self._every:
+            if self._steps >= self.every:
                 self._close_window()
-        self._boundary = self._every
+        self._boundary = self.every
         if self._warm is None:
             to_warm = _WARMUP_STEPS - self._past_steps
             self._boundary = min(self._boundary, to_warm)
@@ -457,10 +452,7 @@ class Meter:
             "bytes/dense": sums[_DENSE] / steps,
         }
         # A quantity without meaning (nothing sent, no sample count) is left out, not written as 0.
-        if total > 0:
-            record["throughput/steps_per_sec"] = 1 / total
-            if not math.isnan(self._samples):
-                record["throughput/samples_per_sec"] = self._samples / total
+        record |= _throughput(total, self._samples)
         if self._loss.count:
             record["loss/rank_0"] = self._loss.take()
         record |= _ratios(sums, steps, self._dense_traffic)
@@ -482,6 +474,13 @@ def _ratios(sums: Sequence[float], steps: int, dense_traffic: float) -> dict[str
         # Rounding may leave a little less than nothing; a NaN stays one.
         record["residual/norm"] = 0.0 if left < 0 else math.sqrt(left)
     return record
+
+
+def _throughput(total: float, samples: float) -> dict[str, float]:
+    """Per second, of steps that take `total` seconds; NaN samples are left out."""
+    record = {"throughput/steps_per_sec": 1.0, "throughput/samples_per_sec": samples}
+    known = {tag: count for tag, count in record.items() if not math.isnan(count)}
+    return {tag: count / total for tag, count in known.items() if total > 0}
 
 
 def _of_buckets(rows: Sequence[Sequence[float]], steps: int) -> dict[str, float]:

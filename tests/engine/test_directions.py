@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive import VirtualRanks
-from hvd_adaptive.adaptation import controller
+from hvd_adaptive.adaptation import timing
 from hvd_adaptive.adaptation.sampling import LayerSamples
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.comm.local_group import LocalTransport
@@ -51,7 +51,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         moved = [Transfer(nbytes, nbytes * seconds[way], way) for way, nbytes in sent.items()]
         return replace(facts, transfers=moved, compute_seconds=0.1, nbytes=float(sum(traffic)))
 
-    monkeypatch.setattr(controller, "with_transfers", measured)
+    monkeypatch.setattr(timing, "with_transfers", measured)
     votes = PlannerWorker.observe_backlog
 
     def observe_in_time(worker: PlannerWorker) -> None:
