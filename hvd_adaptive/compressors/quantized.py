@@ -761,7 +761,7 @@ class _Learned(_Random):
             cast(Literal["l2", "max"], self.norm),
             tuple(int(step) for step in self.updates.split("/")),
             self.first_levels,
-            self.descent,
+            getattr(self, "method", "cd"),  # amq has one number to move, and no choice
             cast(Weighting, self.weighting),
             zero=self.with_zero,
             drop=self.drop,
@@ -776,11 +776,6 @@ class _Learned(_Random):
     def first_levels(self) -> Literal["uniform", "exponential"]:
         """Where levels are before anything was learned."""
         return "exponential"
-
-    @property
-    def descent(self) -> Literal["cd", "gd"]:
-        """How levels are moved, where they are more than one number."""
-        return "cd"
 
 
 @dataclass(frozen=True)
@@ -862,11 +857,6 @@ class ALQ(_Learned):
     def first_levels(self) -> Literal["uniform", "exponential"]:
         """The option."""
         return cast(Literal["uniform", "exponential"], self.start)
-
-    @property
-    def descent(self) -> Literal["cd", "gd"]:
-        """The option."""
-        return cast(Literal["cd", "gd"], self.method)
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,8 @@ class VirtualRanks:
             controller: Controller = NullController()
             if options.planner is not None:
                 controller = AdaptationController(
-                    options.planner,
-                    rank.channel("local.plan"),
-                    exchange.meter,
-                    rank.rank,
-                    rank.size,
+                    *(options.planner, rank.channel("local.plan"), exchange.meter),
+                    *(rank.rank, rank.size),
                     options.candidates,
                     exchange.codec_states.by_key,
                     exchange.transport.topology.ranks_per_node,
