@@ -224,9 +224,10 @@ class Planner:
         if allowed.reference is None:  # a bound on all that a step sends
             allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))
         admitted = self._metric.admitted(table, squared, allowed.reference)
-        least = sum(float(row.min()) for row in admitted.errors) if share < 1 else 0.0
-        # from the least error that there can be to all that is allowed
-        within = replace(allowed, max_error=least + share * (allowed.max_error - least))
+        within = allowed
+        if share < 1:  # from the least error that there can be to all that is allowed
+            least = sum(float(row.min()) for row in admitted.errors)
+            within = replace(allowed, max_error=least + share * (allowed.max_error - least))
         sums: Int64s | None = None
         apart = len(table.returning) > 0 and bool(self.budget.prices.by_direction)
         if apart and not facts.own and allowed.reference is None:
