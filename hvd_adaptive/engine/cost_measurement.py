@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.compressors import CastCompressor, Compressor
 from hvd_adaptive.compressors.base import GatheredCompressor, LayerContext
-from hvd_adaptive.engine.scheme_choice import measure_codec
+from hvd_adaptive.engine.scheme_choice import fastest, measure_codec
 from hvd_adaptive.planning.step_time import CompressorCosts, SchemeCosts, StepCosts
 
 __all__ = ["CostMeasurement"]
@@ -193,19 +193,9 @@ def _codec_seconds(compressor: Compressor) -> tuple[float, float]:
     out, context = torch.zeros_like(x), LayerContext(shape=SAMPLE, state=compressor.new_state())
     if isinstance(compressor, CastCompressor):
         half = torch.zeros_like(x, dtype=compressor.wire_dtype)
-        compress = _fastest(lambda: compressor.encode(x, half))
-        return compress / x.numel(), _fastest(lambda: out.copy_(half)) / x.numel()
+        compress = fastest(lambda: compressor.encode(x, half))
+        return compress / x.numel(), fastest(lambda: out.copy_(half)) / x.numel()
     payload = compressor.compress_(x.clone(), compressor.level, context)
-    compress = _fastest(lambda: compressor.compress_(x.clone(), compressor.level, context))
-    decompress = _fastest(lambda: compressor.decompress_add_(payload, out))
+    compress = fastest(lambda: compressor.compress_(x.clone(), compressor.level, context))
+    decompress = fastest(lambda: compressor.decompress_add_(payload, out))
     return compress / x.numel(), decompress / x.numel()
-
-
-def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)

@@ -156,16 +156,16 @@ def measure_codec(compressor: Compressor) -> CodecCosts:
         batch.x.copy_(x)
         compressor.compress_layers_(batch)
 
-    compressing = _fastest(compress)
-    one = _fastest(lambda: compressor.decompress_layers_sum_([body], [out], 1.0))
-    three = _fastest(lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0))
+    compressing = fastest(compress)
+    one = fastest(lambda: compressor.decompress_layers_sum_([body], [out], 1.0))
+    three = fastest(lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0))
     payload = max(0.0, three - one) / 2
     return CodecCosts(
         compressing / SAMPLE, max(0.0, one - payload) / SAMPLE, payload / max(1, body.numel())
     )
 
 
-def _fastest(work: Callable[[], object]) -> float:
+def fastest(work: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls."""
     seconds = []
     for _ in range(REPEATS):
