@@ -123,7 +123,7 @@ PLANTED: dict[str, tuple[Callable[[], Facts], str, str, str]] = {
     ),
     "collector": (
         lambda: facts({"collection": 0.2}),
-        "note", "garbage collector takes 200 ms, and all ranks wait", "gc.freeze()",
+        "note", "garbage collector takes 200 ms, for which all ranks wait", "gc.freeze()",
     ),
     "stall": (
         lambda: facts(variables={"OMPI_MCA_coll_tuned_use_dynamic_rules": "1"}),
