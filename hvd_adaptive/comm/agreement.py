@@ -165,28 +165,34 @@ class Control:
         for rank, other in enumerate(everyone):
             # dicts are equal in any order, but buckets are built in this one
             if list(other["digest"].items()) != list(mine["digest"].items()):
-                message = f"{what}: {_difference(rank, mine, other, remedy)}"
+                me = self._number_of(self.rank)
+                message = f"{what}: {_difference(me, rank, mine, other, remedy)}"
                 raise self._told_by(0, ValueError(message))
         assert built is not None
         return built
 
     def _told_by(self, rank: int, error: Exception) -> Exception:
         """An error that others raise as well; only this rank of the process set prints it in full."""
+        if rank == self.rank:
+            return told_here(error)
+        return told_by(f"rank {self._number_of(rank)}", error)
+
+    def _number_of(self, rank: int) -> int:
+        """The number among all ranks of a rank of the process set."""
         ranks = self._process_set.ranks
-        number = rank if ranks is None else ranks[rank]
-        return told_here(error) if rank == self.rank else told_by(f"rank {number}", error)
+        return rank if ranks is None else int(ranks[rank])
 
 
-def _difference(rank: int, mine: dict[str, Any], other: dict[str, Any], remedy: str) -> str:
+def _difference(me: int, rank: int, mine: dict[str, Any], other: dict[str, Any], remedy: str) -> str:
     """Name the first item in which another rank differs from this one."""
     here, there = mine["digest"], other["digest"]
     for key in [*here, *(key for key in there if key not in here)]:
         if here.get(key) != there.get(key):
             return (
-                f"{key} is {here.get(key, 'missing')} on rank {hvd.rank()} but "
+                f"{key} is {here.get(key, 'missing')} on rank {me} but "
                 f"{there.get(key, 'missing')} on rank {rank} of the process set: {remedy}"
             )
     return (
-        f"rank {rank} of the process set has the same items as rank {hvd.rank()} in another order: "
+        f"rank {rank} of the process set has the same items as rank {me} in another order: "
         "all ranks must name their parameters in the same order"
     )

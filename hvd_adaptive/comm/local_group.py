@@ -370,6 +370,9 @@ class LocalControl(Control):
         )()
         return [json.loads(text) for text in texts]
 
+    def _number_of(self, rank: int) -> int:
+        return rank
+
 
 class LocalChannel(Channel):
     """See :class:`~hvd_adaptive.comm.control_channel.Channel`."""

@@ -200,6 +200,15 @@ def test_a_state_continues_bit_for_bit() -> None:
         assert torch.equal(mine.grad, other.grad)
 
 
+def test_a_state_that_differs_on_one_rank_is_refused_and_the_ranks_are_named() -> None:
+    ranks = VirtualRanks(3, Layers().named_parameters(), "topk:density=0.1")
+    ranks.reduce(gradients(3, 0))
+    states = ranks.compression_state_dicts()
+    states[1]["rounds"] += 1
+    with pytest.raises(ValueError, match="rounds is [12] on rank"):
+        ranks.load_compression_state_dicts(states)
+
+
 def test_other_numbers_of_gradients_than_ranks_are_refused() -> None:
     _, ranks = make(4, "none")
     with pytest.raises(ValueError, match="3 ranks' gradients given for a group of 4"):
