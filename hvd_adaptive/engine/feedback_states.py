@@ -46,7 +46,8 @@ class FeedbackStates:
         self._rules: dict[str, Feedback] = {}
         self._observing: tuple[str, ...] = ()
         self._carried: LayerStates = {}
-        self._sent_carried: dict[int, tuple[str, Tensor]] = {}
+        self._sent_carried: dict[int, tuple[str, Tensor, Tensor | None]] = {}
+        """By layer index: its name, what was added to its gradient, and what of that has to wait."""
         self._loaded: OwnedPieces = {}
 
     def attach(self, buckets: Sequence[Bucket]) -> dict[int, FeedbackState]:
@@ -187,7 +188,7 @@ class FeedbackStates:
         if residual is None:
             return
         residual = self._released(layer.name, residual)
-        self._sent_carried[layer.index] = layer.name, residual
+        self._sent_carried[layer.index] = layer.name, residual, None
         if layer.dtype != torch.float16:
             grad.add_(residual.view(layer.shape))
             return
@@ -197,7 +198,7 @@ class FeedbackStates:
         rest = total - sent
         grad.copy_(sent)
         if bool(rest.count_nonzero()):
-            self._keep_carried(layer.name, rest.view(-1))
+            self._sent_carried[layer.index] = layer.name, residual, rest.view(-1)
 
     def _released(self, name: str, residual: Tensor) -> Tensor:
         """The part that is sent now; the rest stays carried.
@@ -219,16 +220,20 @@ class FeedbackStates:
         held.add_(residual)
 
     def return_carried(self, result: Callable[[int], Tensor]) -> None:
-        """Keep again what was sent with a gradient that was not finite on some rank.
+        """Keep what has to wait, or all that was sent where a gradient was not finite on some rank.
 
         Args:
             result: the reduced gradient of a layer, by its index.
         """
-        for index, (name, residual) in self._sent_carried.items():
-            if not all_finite(result(index)):
-                self._keep_carried(name, residual)
+        for index, (name, residual, rest) in self._sent_carried.items():
+            kept = rest if all_finite(result(index)) else residual
+            if kept is not None:
+                self._keep_carried(name, kept)
         self._sent_carried.clear()
 
     def forget_step(self) -> None:
-        """Forget what was sent in the running step."""
+        """Forget what was sent in the running step, but not what has to wait."""
+        for name, _, rest in self._sent_carried.values():
+            if rest is not None:
+                self._keep_carried(name, rest)
         self._sent_carried.clear()

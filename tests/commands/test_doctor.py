@@ -246,7 +246,7 @@ def test_ranks_on_two_hosts_are_examined_together_and_planted_faults_are_named(t
     """
     mpirun = ["mpirun", "--oversubscribe", "-np", "2", "sh", "-c", plant]
     status, said = doctor(
-        mpirun, "--json", "--slow-link", "1e9",
+        mpirun, "--json", "--slow-link", "1e12",
         HOROVOD_CYCLE_TIME="30", OMP_NUM_THREADS="64", OMPI_MCA_coll_tuned_use_dynamic_rules="1",
         NUMBA_CACHE_DIR=str(tmp_path / "kernels"),
     )  # fmt: skip

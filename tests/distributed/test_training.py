@@ -186,8 +186,8 @@ def test_random_k_in_horovods_own_optimizer_sends_the_same_elements_from_all_ran
         torch.testing.assert_close(p, q)
     before = [p.detach().clone() for p in model().parameters()]
     after = trained_by_horovod(hva.Compression.randomk(density=0.05, unbiased=True))
-    for start, p, q in zip(before, after, dense, strict=True):
-        gathered = hvd.allgather(p.reshape(1, -1))
+    for index, (start, p, q) in enumerate(zip(before, after, dense, strict=True)):
+        gathered = hvd.allgather(p.reshape(1, -1), name=f"randomk.{index}")
         assert all(torch.equal(row, gathered[0]) for row in gathered)
         moved = float((p != start).float().mean())
         if p.dim() > 1 and p.numel() >= 1024:  # three draws of 5 %
