@@ -205,7 +205,7 @@ def test_a_state_that_differs_on_one_rank_is_refused_and_the_ranks_are_named() -
     ranks.reduce(gradients(3, 0))
     states = ranks.compression_state_dicts()
     states[1]["rounds"] += 1
-    with pytest.raises(ValueError, match="rounds is [12] on rank"):
+    with pytest.raises(ValueError, match=r"rounds is [12] on rank"):
         ranks.load_compression_state_dicts(states)
 
 
