@@ -401,7 +401,7 @@ def test_decay_forgets_and_a_lower_learning_rate_raises_the_residual() -> None:
     assert residuals_of(optimizer)["wide"].median() == 4.0
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_a_resumed_run_of_every_member_equals_an_uninterrupted_one(
     name: str, rule: str, tmp_path: Any

@@ -120,7 +120,7 @@ def accuracy(spec: str) -> float:
         return float((net(x_held).argmax(1) == y_held).float().mean())
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_one_percent_of_the_gradient_with_error_feedback_reaches_dense_accuracy() -> None:
     dense = accuracy("none")
     assert dense > 0.93
