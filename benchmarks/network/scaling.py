@@ -47,7 +47,13 @@ from benchmarks.network.scaling_model import (
 )
 from benchmarks.report import report
 from hvd_adaptive import compressors
-from hvd_adaptive.compressors.base import GatheredCompressor, LayerBatch, LinearBatch, LinearCompressor
+from hvd_adaptive.compressors.base import (
+    CastCompressor,
+    GatheredCompressor,
+    LayerBatch,
+    LinearBatch,
+    LinearCompressor,
+)
 from hvd_adaptive.layers import Layer
 
 RANKS = (1, 2, 4, 8, 16)
@@ -239,7 +245,8 @@ def work_of(spec: str, layers: int, side: int, repeats: int) -> Work:
     for _ in range(repeats + 1):
         started = perf_counter()
         torch._foreach_add_(parts, grads)
-        rounds = compressor.rounds(LinearBatch(parts, outs, described, level, keys, state))
+        batch = LinearBatch(parts, outs, described, level, keys, state, dtype=_dtype_of(compressor))
+        rounds = compressor.rounds(batch)
         sent = [next(rounds)]
         with contextlib.suppress(StopIteration):
             while True:
@@ -248,6 +255,12 @@ def work_of(spec: str, layers: int, side: int, repeats: int) -> Work:
     payload = [tensor for tensors in sent for tensor in tensors]
     nbytes = sum(tensor.nbytes for tensor in payload)
     return Work(nbytes / numel, _median(encode) / numel, 0.0, _adding(payload, repeats) / numel)
+
+
+def _dtype_of(compressor: LinearCompressor) -> torch.dtype:
+    """In which values are sent."""
+    half = compressor.wire_dtype if isinstance(compressor, CastCompressor) else None
+    return half or torch.float32
 
 
 def _adding(payload: Sequence[torch.Tensor], repeats: int) -> float:

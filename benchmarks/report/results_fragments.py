@@ -167,8 +167,8 @@ def decisions() -> str:
             f"{fast} or more",
             f"{codes} or more",
             "any",
-            "`fp16`",
-            f"the same: {_far(fast, ranks[1], ranks[0])} with PowerSGD",
+            f'`{SPECS["qsgd"]}`, `scheme="auto"`',
+            f"the same, predicted: {_far(fast, 'quantizer 4 bit, two-shot', ranks[1])} with `fp16`",
         ],
     ]
     return table(["links", "ranks", "model", "write", "because"], rows)

@@ -139,6 +139,11 @@ def test_fits_see_at_most_4_ranks_and_not_the_payload_of_the_trial() -> None:
     assert scaling.divide(found, "200mbit", "allgather") == ([], [])
 
 
+def test_what_is_sent_of_an_element_is_what_the_compressor_sends() -> None:
+    assert scaling.work_of("fp16", layers=2, side=32, repeats=1).nbytes == 2
+    assert scaling.work_of("randomk:density=0.25", layers=2, side=32, repeats=1).nbytes == 1
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_quick_benchmark_runs_to_its_end() -> None:
