@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from hvd_adaptive.adaptation.base import Assignment, Chain
@@ -22,7 +21,7 @@ from hvd_adaptive.adaptation.candidates import (
     sizes_of,
 )
 from hvd_adaptive.adaptation.preconditioning import SecondMoment, no_second_moment
-from hvd_adaptive.adaptation.sketch import NUMBERS, signed_sums
+from hvd_adaptive.adaptation.sketch import NUMBERS, SKETCH, signed_sums, sketch
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
 from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
@@ -37,10 +36,7 @@ from hvd_adaptive.planning import (
     StepMeasurements,
 )
 from hvd_adaptive.planning.gradient_signals import GradientSignals
-from hvd_adaptive.rng import mix
 
-SKETCH = 1021
-"""Numbers by which the norm of a layer's mean gradient is known."""
 SAMPLES = 4
 """Steps of a period on which errors are measured; the first is soon after the last plan."""
 LEAST_APART = 4
@@ -328,38 +324,6 @@ class LayerSamples:
                 scheme = scheme_for(kind, self.scheme)
                 sizes[index] = planned_link_bytes(payload, scheme, ranks, self.ranks_per_node)
         return sizes
-
-
-def sketch(x: Tensor, key: int) -> Float64s:
-    """Fewer numbers with the norm of ``x``: its elements with random signs, added up in 1021 places.
-
-    Linear in ``x``, exact up to 1021 elements; beyond, the norm has a relative deviation of 2 %, and is
-    unbiased when squared. The number is a prime, lest columns of a matrix keep to a few places. Cost:
-    some ns per element. Source: Charikar, Chen and Farach-Colton, "Finding frequent items in data
-    streams" (ICALP 2002), section 3.
-
-    Args:
-        x: float32, 1-D.
-        key: of the signs.
-
-    Returns:
-        ``float64[min(numel, 1021)]``.
-
-    Example:
-        >>> import torch
-        >>> sketch(torch.tensor([3.0, -4.0]), 0).tolist()
-        [3.0, -4.0]
-        >>> bool(abs(np.linalg.norm(sketch(torch.ones(10_000), 0)) / 100 - 1) < 0.1)
-        True
-    """
-    wide = x.double().cpu()
-    if len(wide) > SKETCH:
-        generator = torch.Generator().manual_seed(mix(key) & (2**63 - 1))
-        signs = torch.randint(0, 2, (len(wide),), generator=generator, dtype=torch.int8)
-        wide = torch.nn.functional.pad(wide * (2 * signs - 1), (0, -len(wide) % SKETCH))
-        wide = wide.view(-1, SKETCH).sum(0)
-    found: Float64s = wide.numpy()
-    return found
 
 
 def measured_numbers(

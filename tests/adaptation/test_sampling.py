@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, sketch
+from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges
+from hvd_adaptive.adaptation.sketch import sketch
 from hvd_adaptive.compressors import Compressor, parse
 from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.layers import Layer

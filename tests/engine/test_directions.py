@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_adaptive import VirtualRanks
 from hvd_adaptive.adaptation import timing
@@ -19,21 +19,10 @@ from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.comm.local_group import LocalTransport
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.planning import StepMeasurements, Transfer
+from tests.collectives.helpers import Layers, gradients
 
 SHAPES = {"wide": (64, 256), "tall": (6000, 4), "bias": (64,)}
 RANKS = 3
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-
-def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return {name: torch.randn(shape, generator=generator).pow(3) for name, shape in SHAPES.items()}
 
 
 @pytest.fixture
@@ -71,7 +60,7 @@ def taken(network: dict[str, float], up: float, down: float) -> float:
 def run(
     steps: int, compression: str = "topk:density=0.05", planner: str = "kimad+", **options: Any
 ) -> tuple[VirtualRanks, Layers]:
-    model = Layers()
+    model = Layers(SHAPES)
     ranks = VirtualRanks(
         RANKS,
         model.named_parameters(),
@@ -80,7 +69,7 @@ def run(
         **{"scheme": "two_shot", **options},
     )
     for step in range(steps):
-        ranks.reduce([gradients(rank, step) for rank in range(RANKS)])
+        ranks.reduce([gradients(rank, step, SHAPES) for rank in range(RANKS)])
     return ranks, model
 
 
@@ -123,8 +112,8 @@ def test_levels_of_sums_survive_a_checkpoint(network: dict[str, float]) -> None:
     other, twin = run(0)
     other.load_compression_state_dicts(states)
     for step in range(16, 20):
-        ranks.reduce([gradients(rank, step) for rank in range(RANKS)])
-        other.reduce([gradients(rank, step) for rank in range(RANKS)])
+        ranks.reduce([gradients(rank, step, SHAPES) for rank in range(RANKS)])
+        other.reduce([gradients(rank, step, SHAPES) for rank in range(RANKS)])
     assert {row.layer: (row.level, row.sum_level) for row in other.plan} == {
         row.layer: (row.level, row.sum_level) for row in ranks.plan
     }
@@ -169,13 +158,13 @@ def test_kimad_prices_what_is_compressed(
     step = 3
     while not seen:
         held = [copy.deepcopy(state["kept"]) for state in ranks.compression_state_dicts()]
-        ranks.reduce([gradients(rank, step) for rank in range(RANKS)])
+        ranks.reduce([gradients(rank, step, SHAPES) for rank in range(RANKS)])
         step += 1
     assert len(seen) == 2 * RANKS
     for name in ("wide", "tall"):
         rows = [row for row in seen if row[0] == name]
         for rank, (_, x) in enumerate(rows):
-            expected = gradients(rank, step - 1)[name].reshape(-1)
+            expected = gradients(rank, step - 1, SHAPES)[name].reshape(-1)
             slot = {"ef21": "estimate", "ef": "residual", "none": None}[feedback]
             if slot is not None:
                 expected = expected + held[rank][name][slot]  # an estimate is kept as -h

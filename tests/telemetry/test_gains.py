@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hvd_adaptive import VirtualRanks, rng
 from hvd_adaptive.compressors import REGISTRY, parse
@@ -17,22 +16,11 @@ from hvd_adaptive.engine import virtual_ranks
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import REGISTRY as PLANNERS
 from hvd_adaptive.telemetry import Meter, Telemetry
+from tests.collectives.helpers import Layers, gradients
 from tests.telemetry.helpers import Clock, Recorder
 
 SHAPES = {"wide": (64, 64), "tall": (800, 4), "bias": (64,)}
 EVERY = 2
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-
-def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return {name: torch.randn(shape, generator=generator).pow(3) for name, shape in SHAPES.items()}
 
 
 @pytest.fixture
@@ -52,10 +40,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def records(recorder: Recorder, ranks: int, steps: int, **options: Any) -> list[dict[str, float]]:
     """One for each window."""
-    model = Layers()
+    model = Layers(SHAPES)
     virtual = VirtualRanks(ranks, model.named_parameters(), **options)
     for step in range(steps):
-        virtual.reduce([gradients(rank, step) for rank in range(ranks)])
+        virtual.reduce([gradients(rank, step, SHAPES) for rank in range(ranks)])
         for meter in recorder.meters:  # type: ignore[attr-defined]
             meter.end_step(step)
     return [record for _, record in recorder.records if "time/step_ms" in record]
@@ -102,7 +90,7 @@ def test_the_gain_of_what_is_summed_is_that_of_its_payload(spec: str, recorder: 
         if name == "bias":
             continue
         for step in range(3):  # PowerSGD's start is that of the step before
-            x = gradients(0, step)[name].reshape(-1)
+            x = gradients(0, step, SHAPES)[name].reshape(-1)
             whole, decoded = x.clone(), torch.zeros_like(x)
             key = int(rng.layer_keys(0, rng.SHARED, step, [index])[0])
             context = LayerContext(key, shape, state)
@@ -114,7 +102,7 @@ def test_the_gain_of_what_is_summed_is_that_of_its_payload(spec: str, recorder: 
         assert record[f"gain/{name}"] == pytest.approx(share, rel=1e-4)
         energy += float(whole @ whole)
         sent += float(decoded @ decoded)
-    bias = gradients(0, 2)["bias"]
+    bias = gradients(0, 2, SHAPES)["bias"]
     energy, sent = energy + float(bias @ bias), sent + float(bias @ bias)
     assert record["compression/gain"] == pytest.approx(sent / energy, rel=1e-4)
     left = np.sqrt(max(0.0, energy - sent))
