@@ -352,6 +352,7 @@ class Lab:
         arguments: Sequence[str],
         environment: Mapping[str, str] = RING,
         seconds: float = 300.0,
+        launcher: Sequence[str] = (),
     ) -> Job:
         """Starts a module of this package, one rank on each host; it takes ``--result FILE``.
 
@@ -360,8 +361,9 @@ class Lab:
             arguments: of the module.
             environment: in addition to one thread per rank.
             seconds: after which the job counts as hung.
+            launcher: further arguments of mpirun, such as for several ranks on each host.
         """
-        command = [*NETLAB, "--name", self.name, "mpirun", *module(name), *arguments]
+        command = [*NETLAB, "--name", self.name, "mpirun", *launcher, *module(name), *arguments]
         return self._keep(Job([command], {**THREADS, **environment}, seconds))
 
     def train(

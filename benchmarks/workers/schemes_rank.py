@@ -32,7 +32,7 @@ SETTLE = 3
 
 
 def received_bytes() -> int:
-    """What this host's interfaces have received, without the loopback's."""
+    """What this host's interfaces have received, for all its ranks, without the loopback's."""
     return sum(
         int((interface / "statistics/rx_bytes").read_text())
         for interface in Path("/sys/class/net").iterdir()
@@ -81,12 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("methods", nargs="+")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    hva.init()
+    hva.init(hierarchical=True)
     preset = prepare(["--preset", options.preset])
     batches = list(itertools.islice(preset.forever(), SETTLE + options.steps))
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in options.methods}
-    for _ in range(options.blocks):
-        for method in options.methods:
+    for number in range(options.blocks):
+        # what comes first in a block, and what after what, must not matter
+        for method in options.methods[:: -1 if number % 2 else 1]:
             found[method].append(block(method, preset, batches))
             gc.collect()
     everyone = hvd.allgather_object(found)

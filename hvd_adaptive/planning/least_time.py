@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,6 +31,9 @@ LEAST_GAIN = 0.02
 
 AS_FAST = 0.01
 """Share of a dense step's seconds that counts as no difference between two plans."""
+
+EASED = (0.5, 0.25)
+"""Of both limits: where hardly a second is to be had by using them up, less is lost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,19 +158,27 @@ class TimeLimits(Limits):
         delays, noises = padded(self.delays), padded(self.noises)
         kinds = {spec: number for number, spec in enumerate(costs)}
         kind_of = padded([[kinds[spec] for spec in specs] for specs in self.model.specs])
-        for share in dict.fromkeys((1.0, round(min(1.0, hidden), 2))):
-            prices = padded(self.model.prices(share))
-            for group in groups if share == 1.0 else groups[:1]:
-                allowed = [kinds[spec] for spec in costs if costs[spec].dense or spec in group]
-                priced = np.where(np.isin(kind_of, allowed), prices, np.inf)
-                found = least_cost(priced, delays, noises, self.max_delay, self.max_noise)
-                if found.choice.tobytes() not in seen:
-                    seen.add(found.choice.tobytes())
-                    made = self.of(found.choice)
-                    if not made.dense:
-                        yield Contender(
-                            made.name, made.choice, made.parts, made.seconds, False, found.gap
-                        )
+        prices_at = functools.cache(lambda share: padded(self.model.prices(share)))
+        for group, share, eased in self._searches(groups, round(min(1.0, hidden), 2)):
+            allowed = [kinds[spec] for spec in costs if costs[spec].dense or spec in group]
+            prices = np.where(np.isin(kind_of, allowed), prices_at(share), np.inf)
+            # delays are squares
+            bounds = eased**2 * self.max_delay, eased * self.max_noise
+            thorough = group is families and eased == 1.0
+            found = least_cost(prices, delays, noises, *bounds, thorough=thorough)
+            if found.choice.tobytes() not in seen:
+                seen.add(found.choice.tobytes())
+                made = self.of(found.choice)
+                if not made.dense:
+                    yield replace(made, gap=found.gap)
+
+    @staticmethod
+    def _searches(groups: list[list[str]], hidden: float) -> Iterator[tuple[list[str], float, float]]:
+        """Compressors, the share of communication that is exposed, and the share of both limits."""
+        yield from ((group, 1.0, 1.0) for group in groups)
+        if hidden < 1.0:
+            yield groups[0], hidden, 1.0
+        yield from ((groups[0], 1.0, eased) for eased in EASED)
 
 
 def _picked(rows: Sequence[Float64s], choice: Int64s) -> Float64s:
