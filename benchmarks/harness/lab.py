@@ -357,7 +357,7 @@ class Lab:
         """Starts a module of this package, one rank on each host; it takes ``--result FILE``.
 
         Args:
-            name: such as ``workers.schemes_rank``.
+            name: such as ``workers.turns_rank``.
             arguments: of the module.
             environment: in addition to one thread per rank.
             seconds: after which the job counts as hung.

@@ -46,7 +46,7 @@ class Case:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Of schemes_rank.py."""
+        """Of turns_rank.py."""
         encoded = (f"{compressor} {scheme}" for compressor in COMPRESSORS for scheme in self.schemes)
         return (STOCK, *encoded)
 
@@ -83,7 +83,7 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
                 str(STEPS),
                 *case.methods,
             ]
-            job = hosts.module("workers.schemes_rank", words, seconds=1800.0, launcher=case.launcher)
+            job = hosts.module("workers.turns_rank", words, seconds=1800.0, launcher=case.launcher)
             (everyone,) = job.results()
         cases[title] = {
             method: _summary([rank[method] for rank in everyone]) for method in case.methods

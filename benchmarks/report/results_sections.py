@@ -635,6 +635,31 @@ def schemes() -> str:
     )
 
 
+def automatic() -> str:
+    """Steps of auto, of dense training and of fixed choices."""
+    from benchmarks.network.automatic import CASES, NEAR, rows, shares
+
+    figures = load("automatic")
+    cases = figures["cases"]
+    of_dense, of_fastest = zip(*(shares(methods) for methods in cases.values()), strict=True)
+    near = sum(each <= NEAR for each in of_fastest)
+    return section(
+        "The automatic choice",
+        "Presets on hosts with slow links, one rank on each, all on 2 cores; stock Horovod in single "
+        "and half precision, fixed compressors and `auto`, in turn in one job; the slowest rank's "
+        f"median step. {source('automatic', figures)}",
+        (
+            "auto, dense and fixed choices",
+            "Is `auto` never slower than the best dense training, and near the best fixed choice?",
+            f"It takes {span(of_dense, '.2f')} of the best dense step; it is within {NEAR:g} of the "
+            f"fastest of all in {near} of {len(cases)} cases ({len(CASES)} are planned). So early in a "
+            "run it may withhold little.",
+            of_rows(rows(cases)),
+        ),
+        end=missed(figures),
+    )
+
+
 def many_ranks() -> str:
     """Scores by allgather and in two shots."""
     from benchmarks.accuracy.many_ranks import RANKS, groups, rows
@@ -785,6 +810,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "scaling": scaling,
     "schemes": schemes,
+    "automatic": automatic,
     "many_ranks": many_ranks,
     "overhead": overhead,
     "priority": priority,

@@ -45,6 +45,8 @@ def _why_dense(limits: TimeLimits, chosen: Contender) -> tuple[str, ...]:
     if limits.only_dense:
         return (f"{first}; dense steps are a control window for the loss",)
     others = [each for each in limits.contenders if not each.dense]
+    if not others and limits.admit:
+        return (f"{first}; compressing any layer would take longer than it saves",)
     if not others:
         return (f"{first}; the limits on delay and noise admit no compression yet",)
     saved = 1 - others[0].seconds / chosen.seconds

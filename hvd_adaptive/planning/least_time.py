@@ -129,6 +129,16 @@ class TimeLimits(Limits):
         """The sums of delays and of noises of a choice."""
         return total(_picked(self.delays, choice)), total(_picked(self.noises, choice))
 
+    @property
+    def admit(self) -> bool:
+        """Whether some layer may be compressed within both limits."""
+        costs = self.model.costs.compressors
+        return any(
+            not costs[spec].dense and delay <= self.max_delay and noise <= self.max_noise
+            for specs, delays, noises in zip(self.model.specs, self.delays, self.noises, strict=True)
+            for spec, delay, noise in zip(specs, delays, noises, strict=True)
+        )
+
     def denses(self) -> list[Contender]:
         """What sends every element: one for each such compressor."""
         return list(self._dense())

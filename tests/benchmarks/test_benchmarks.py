@@ -19,7 +19,7 @@ import pytest
 from benchmarks.accuracy import many_ranks
 from benchmarks.harness import command_line
 from benchmarks.micro import overhead
-from benchmarks.network import priority, schemes, training
+from benchmarks.network import automatic, priority, schemes, training
 from benchmarks.network import training_tables as tables
 from benchmarks.report import plots, report
 from launch.training import options
@@ -387,6 +387,27 @@ def test_two_shots_that_lose_more_than_their_target_or_were_not_trained_are_name
     same = {"accuracy": 0.9, "perplexity": 200.0}
     good = {title: {"allgather": same, "two_shot": same} for title in many_ranks.CASES}
     assert many_ranks.missed(good) == []
+
+
+def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() -> None:
+    def case(dense: float, fixed: float, auto: float) -> dict[str, Any]:
+        steps = dict.fromkeys(automatic.METHODS, fixed) | dict.fromkeys(automatic.DENSE, dense)
+        steps[automatic.AUTO] = auto
+        return {
+            method: {"blocks": [each / 1e3] * 3, "reason": "auto: qsgd on 3 layers; a step of 1 ms"}
+            for method, each in steps.items()
+        }
+
+    good = {title: case(1000, 500, 520) for title in automatic.CASES}
+    assert automatic.missed(good) == []
+    assert automatic.rows(good)[1][1:] == [
+        *("1000 ms",) * 2, *("500 ms",) * 3, "520 ms", "0.52", "1.04", "qsgd on 3 layers",
+    ]  # fmt: skip
+    title = next(iter(automatic.CASES))
+    slow, far, left = automatic.missed({title: case(1000, 2000, 1100)})
+    assert slow == f"{title}: auto takes 1.10 of the best dense"
+    assert far == "auto is within 1.05 of the fastest in 0 of 1 cases, target 90%"
+    assert left == f"{len(automatic.CASES) - 1} of {len(automatic.CASES)} cases were not measured"
 
 
 # ---------------------------------------------------------------------------------------- pictures

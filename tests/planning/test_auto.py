@@ -166,6 +166,23 @@ def test_reasons_name_the_choice_its_limits_and_what_came_second() -> None:
     assert any(reason.startswith("second: ") and "slower" in reason for reason in reasons)
 
 
+def test_where_compressing_takes_longer_than_it_saves_the_limits_are_not_to_blame() -> None:
+    """Once topk may be used at all: until then it is for the limits that nothing is compressed."""
+    early, late = (World("auto:noise=1e-9", mbit=1e5).run(steps) for steps in (16, 400))
+    assert "the limits on delay and noise admit no compression yet" in early.decisions[0].reasons[0]
+    assert "compressing any layer would take longer than it saves" in late.decisions[-1].reasons[0]
+
+
+def test_limits_are_not_used_up_where_that_saves_next_to_nothing() -> None:
+    """Communication is hidden behind the backward pass at half of the limits already."""
+    world = World("auto:noise=1e-9", mbit=300.0).run(1200)
+    report = world.decisions[-1].report
+    assert "topk" in world.used()
+    assert 0 < report["delay"] <= 0.5 * report["max_delay"] * (1 + 1e-9)
+    slow = World("auto:noise=1e-9", mbit=3.0).run(1200).decisions[-1].report
+    assert slow["delay"] > 0.5 * slow["max_delay"]
+
+
 def test_without_noise_of_their_own_gradients_get_no_noise() -> None:
     assert "qsgd" not in World(noisy=0.0).run(300).used()
 

@@ -1,0 +1,128 @@
+"""Is compression="auto" never slower than the best dense training, and near the best fixed choice?
+
+    sudo -E python -m benchmarks.network.automatic                 # an hour; resumable
+    sudo -E python -m benchmarks.network.automatic --only "lstm-sotu 4 x 200mbit"
+    sudo -E python -m benchmarks.network.automatic --quick         # a smoke run; writes no file
+    python -m benchmarks.network.automatic --check                 # 1 if a stored target is missed
+
+Every preset on hosts with slow links (launch/netlab.sh), one rank on each: stock Horovod in single and
+in half precision, fixed compressors that keep the limits of ``auto`` so early in a run, and ``auto``,
+in turn within one job, every other block in reverse. Medians of the slowest rank's steps.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import command_line, lab
+from benchmarks.report import report
+from launch.training.options import PRESETS
+
+CORES = 2
+AUTO = "auto"
+DENSE = ("stock none", "stock fp16")
+FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25 auto")
+METHODS = (*DENSE, *FIXED, AUTO)
+BLOCKS, STEPS = 3, 5
+SETTLE = 60
+"""Steps of auto before its first turn: it measures, plans, and changes over."""
+SLOWER, NEAR, MOST = 1.02, 1.05, 0.9
+"""Targets: of auto to the best dense; to the fastest of all others, in this share of the cases."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset of launch/train.py on so many hosts with links of a rate."""
+
+    preset: str
+    hosts: int
+    rate: str
+
+
+RATES = ("200mbit", "1gbit", "100mbit", lab.UNSHAPED)
+CASES = {
+    f"{preset} {hosts} x {rate}": Case(preset, hosts, rate)
+    for rate in RATES
+    for hosts in (4, 2, 8)
+    for preset in PRESETS
+}
+
+
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
+    """Add each case's figures to ``cases``, by method."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    for title in wanted:
+        case = CASES[title]
+        blocks, settle = (1, 3) if quick else (BLOCKS, SETTLE)
+        words = ["--preset", case.preset, "--blocks", str(blocks), "--steps", str(STEPS)]
+        words += ["--plans-after", str(settle), *METHODS]
+        with lab.Lab(case.hosts, case.rate) as hosts:
+            (everyone,) = hosts.module("workers.turns_rank", words, seconds=1800.0).results()
+        cases[title] = {method: _summary([rank[method] for rank in everyone]) for method in METHODS}
+        print(report.table(rows({title: cases[title]})), flush=True)
+        if out is not None:
+            report.write(out.stem, {"cases": cases, "missed": missed(cases)}, out.parent)
+
+
+def _summary(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The slowest rank's median step of each block, and what was said of the last plan."""
+    blocks = [
+        max(statistics.median(block["seconds"]) for block in of_all)
+        for of_all in zip(*ranks, strict=True)
+    ]
+    said = [line for line in ranks[0][-1]["reasons"] if line.startswith("auto:")]
+    return {"blocks": [float(f"{each:.4g}") for each in blocks], "reason": (said or [""])[-1]}
+
+
+def step(methods: dict[str, Any], method: str) -> float:
+    """Seconds: the median of the blocks."""
+    return statistics.median(methods[method]["blocks"])
+
+
+def shares(methods: dict[str, Any]) -> tuple[float, float]:
+    """What auto takes of the best dense, and of the fastest of all others."""
+    own = step(methods, AUTO)
+    dense = min(step(methods, method) for method in DENSE)
+    return own / dense, own / min(dense, *(step(methods, method) for method in FIXED))
+
+
+def rows(cases: dict[str, Any]) -> list[list[object]]:
+    """A table: one row a case."""
+    names = ("fp32", "fp16", "qsgd 4 bit", "qsgd 8 bit", "topk 25 %", "auto")
+    found: list[list[object]] = [["case", *names, "of the best dense", "of the fastest", "chosen"]]
+    for title, methods in cases.items():
+        times = [f"{1e3 * step(methods, method):.0f} ms" for method in METHODS]
+        chosen = methods[AUTO]["reason"].removeprefix("auto: ").split(";")[0]
+        found.append([title, *times, *(f"{each:.2f}" for each in shares(methods)), chosen])
+    return found
+
+
+def missed(cases: dict[str, Any]) -> list[str]:
+    """The targets that are missed."""
+    problems = []
+    for title, methods in cases.items():
+        of_dense, _ = shares(methods)
+        if of_dense > SLOWER:
+            problems.append(f"{title}: auto takes {of_dense:.2f} of the best dense")
+    near = [shares(methods)[1] <= NEAR for methods in cases.values()]
+    if near and statistics.mean(near) < MOST:
+        problems.append(
+            f"auto is within {NEAR:g} of the fastest in {sum(near)} of {len(near)} cases, "
+            f"target {MOST:.0%}"
+        )
+    left = len(CASES) - len(cases)
+    return problems + [f"{left} of {len(CASES)} cases were not measured"] * (left > 0)
+
+
+def main() -> int:
+    """Command line."""
+    return command_line.cases(__doc__, "automatic", CASES, measure, rows, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

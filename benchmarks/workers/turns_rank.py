@@ -1,0 +1,127 @@
+"""One job of a benchmark: steps of one model with several optimizers in turn, among all ranks.
+
+    mpirun -np 4 python -m benchmarks.workers.turns_rank --preset lstm-sotu --blocks 2 --steps 6 \\
+        --result FILE "stock fp16" "qsgd:bits=4 two_shot" auto
+
+A method is ``stock`` with Horovod's ``fp16`` or ``none``, or a compressor, with a scheme or without.
+All of them live to the end, and train on where their last turn ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import hvd_adaptive as hva
+from benchmarks.workers.presets import Batch, Preset, prepare
+from launch.training import loop
+
+SETTLE = 3
+"""Steps before a method's first turn: the first learns the order, the others warm up."""
+AGAIN = 1
+"""Steps of every other turn that are not counted."""
+
+
+def received_bytes() -> int:
+    """What this host's interfaces have received, for all its ranks, without the loopback's."""
+    return sum(
+        int((interface / "statistics/rx_bytes").read_text())
+        for interface in Path("/sys/class/net").iterdir()
+        if interface.name != "lo"
+    )
+
+
+def build(method: str, rule: torch.optim.Optimizer, model: nn.Module) -> Any:
+    """The optimizer of a method."""
+    named = list(model.named_parameters())
+    compression, _, scheme = method.partition(" ")
+    if compression == "stock":
+        chosen = getattr(hvd.Compression, scheme)
+        return hvd.DistributedOptimizer(rule, named_parameters=named, compression=chosen)
+    own = {"scheme": scheme} if scheme else {}
+    return hva.DistributedOptimizer(rule, named_parameters=named, compression=compression, **own)
+
+
+class Contestant:
+    """One method, with a model of its own.
+
+    Args:
+        method: its name.
+        preset: what it trains.
+        batches: the same for all methods, again and again.
+        settle: steps before its first turn.
+    """
+
+    def __init__(self, method: str, preset: Preset, batches: Sequence[Batch], settle: int) -> None:
+        self._preset, self._settle = preset, settle
+        self._model = copy.deepcopy(preset.model)
+        self._optimizer = build(method, loop.make_update_rule(preset.options, self._model), self._model)
+        self._batches: Iterator[Batch] = itertools.cycle(batches)
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Seconds of so many steps, and what this host received in one of them."""
+        for _ in range(self._settle):
+            self._step()
+        self._settle = AGAIN
+        bytes_then, ends = received_bytes(), [perf_counter()]
+        for _ in range(steps):
+            self._step()
+            ends.append(perf_counter())
+        seconds = [now - then for then, now in itertools.pairwise(ends)]
+        plan = getattr(self._optimizer, "plan", None)
+        return {
+            "seconds": seconds,
+            "received": (received_bytes() - bytes_then) / steps,
+            "schemes": [] if plan is None else sorted({row.scheme for row in plan}),
+            "reasons": [] if plan is None else list(plan.reasons),
+        }
+
+    def _step(self) -> None:
+        loop.train_step(self._model, self._optimizer, [next(self._batches)], self._preset.options.clip)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time what the command line names, in its order and in reverse, block after block."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", required=True, help="of launch/train.py")
+    parser.add_argument("--blocks", type=int, default=2, help="turns of each method (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="counted in each (%(default)s)")
+    parser.add_argument(
+        "--plans-after", type=int, default=60, help="steps before the first turn of auto (%(default)s)"
+    )
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("methods", nargs="+")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hva.init(hierarchical=True)
+    preset = prepare(["--preset", options.preset])
+    batches = list(itertools.islice(preset.forever(), SETTLE + options.steps))
+    contestants = {
+        method: Contestant(method, preset, batches, options.plans_after if method == "auto" else SETTLE)
+        for method in options.methods
+    }
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in contestants}
+    for number in range(options.blocks):
+        # what comes first in a block, and what after what, must not matter
+        for method in options.methods[:: -1 if number % 2 else 1]:
+            found[method].append(contestants[method].turn(options.steps))
+    everyone = hvd.allgather_object(found)
+    if hvd.rank() == 0:
+        options.result.write_text(json.dumps(everyone))
+    hvd.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
