@@ -22,7 +22,7 @@ RANKS = 3
 
 
 def train(
-    link: LinkCosts, steps: int, compression: str = "auto:accuracy=fast", **options: Any
+    link: LinkCosts, steps: int, compression: str = "auto:accuracy=fast,delay=0.1", **options: Any
 ) -> tuple[VirtualRanks, list[Plan], list[float]]:
     """A classifier that learns a linear map; plans and losses of its steps."""
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
 
-PRESETS = {"strict": (0.02, 0.05), "balanced": (0.05, 0.2), "fast": (0.1, 0.5)}
+PRESETS = {"strict": (0.01, 0.05), "balanced": (0.02, 0.2), "fast": (0.05, 0.5)}
 """Largest delay and largest noise, by name."""
 
 
