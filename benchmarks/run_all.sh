@@ -17,7 +17,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../launch/lib/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib/common.sh"
 
-names=(kernels wire overhead priority schemes automatic planner planning_cost accuracy allocation sensitivity aggregate_error many_ranks
+names=(kernels wire overhead priority schemes automatic planner planning_cost accuracy allocation sensitivity aggregate_error many_ranks long_runs
     bucket_costs training bandwidth_trace adaptive scaling soak)
 needs_netlab=" priority schemes automatic bucket_costs training bandwidth_trace adaptive scaling soak "
 

@@ -11,18 +11,16 @@ A case trains a preset twice from one seed with the gradients of 16 virtual rank
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import command_line, lab
+from benchmarks.accuracy import virtual_training
+from benchmarks.harness import command_line
 from benchmarks.report import report
 
 RANKS = 16
@@ -53,13 +51,10 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 def _train(title: str, scheme: str, steps: int | None) -> dict[str, float]:
     """The scores and the payload of one training run."""
     preset, compressor, seed = CASES[title]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.json")
-        words = ["--virtual-ranks", str(RANKS), "--steps", str(steps or STEPS[preset])]
-        words += ["--preset", preset, "--seed", str(seed), "--out", str(path)]
-        words += ["--compression", compressor, "--scheme", scheme, *COMPRESSORS[compressor]]
-        subprocess.run([*lab.module("accuracy.virtual_training"), *words], cwd=lab.ROOT, check=True)
-        run = json.loads(path.read_text())
+    words = ["--virtual-ranks", str(RANKS), "--steps", str(steps or STEPS[preset])]
+    words += ["--preset", preset, "--seed", str(seed)]
+    words += ["--compression", compressor, "--scheme", scheme, *COMPRESSORS[compressor]]
+    run = virtual_training.apart(words)
     return {**run["score"], "payload bytes": float(np.mean(run["payload_bytes"]))}
 
 

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_adaptive as hva
+from benchmarks.harness import lab
 from benchmarks.report import report
 from benchmarks.workers.presets import Preset, prepare
 from hvd_adaptive import VirtualRanks
@@ -40,11 +44,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--steps", type=int, required=True, help="how many steps to train")
     add("--mbit", type=float, default=1000.0, metavar="X",
         help="Mbit/s of the network that a planner counts on (%(default)s)")  # fmt: skip
+    add("--rate-floor", type=float, default=0.0, metavar="X",
+        help="share of the highest learning rate at which its schedule ends (%(default)s)")  # fmt: skip
     add("--out", type=Path, help="a JSON file for the losses, the bytes and the score")
     return parser.parse_known_args(arguments)
 
 
-def train(preset: Preset, ranks: int, steps: int, mbit: float = 1000.0) -> dict[str, Any]:
+def train(
+    preset: Preset, ranks: int, steps: int, mbit: float = 1000.0, floor: float = 0.0
+) -> dict[str, Any]:
     """Train; the loss and the planned payload of every step, and the score."""
     options = preset.options
     virtual = VirtualRanks(
@@ -66,7 +74,7 @@ def train(preset: Preset, ranks: int, steps: int, mbit: float = 1000.0) -> dict[
     batches = preset.forever_of_all(ranks)
     started = time.perf_counter()
     for step in range(steps):
-        preset.set_rate(step, steps, ranks)
+        preset.set_rate(step, steps, ranks, floor)
         loss, gradients = 0.0, []
         for batch in next(batches):
             loss += preset.backward(batch) / ranks
@@ -87,6 +95,20 @@ def train(preset: Preset, ranks: int, steps: int, mbit: float = 1000.0) -> dict[
     return {"losses": losses, "payload_bytes": payloads, "score": preset.score()}
 
 
+def apart(arguments: Sequence[str]) -> dict[str, Any]:
+    """What ``--out`` holds after a training in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        command = [*lab.module("accuracy.virtual_training"), *arguments, "--out", str(path)]
+        subprocess.run(command, cwd=lab.ROOT, check=True)
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def main(arguments: list[str]) -> int:
     """Train as the command line says."""
     own, others = parse(arguments)
@@ -99,7 +121,7 @@ def main(arguments: list[str]) -> int:
         return 2
     torch.manual_seed(0)
     preset = prepare(others)
-    figures = train(preset, own.virtual_ranks, own.steps, own.mbit)
+    figures = train(preset, own.virtual_ranks, own.steps, own.mbit, own.rate_floor)
     score = ", ".join(f"{key} {value:.4f}" for key, value in figures["score"].items())
     print(f"held out: {score}")
     if own.out is not None:

@@ -660,6 +660,32 @@ def automatic() -> str:
     )
 
 
+def long_runs() -> str:
+    """Scores and bytes of runs that are long enough."""
+    from benchmarks.accuracy.long_runs import RANKS, SEEDS, outcomes, rows
+
+    figures = load("long_runs")
+    found = outcomes(figures["cases"])
+    fewer = [
+        f"`{method}` {each.fewer:.2f} ({model})"
+        for (model, method), each in found.items()
+        if method.endswith("lgreco") and each.fewer is not None
+    ]
+    planned = f" L-GreCo sends so many times fewer bytes than its reference: {', '.join(fewer)}."
+    return section(
+        "Accuracy of long runs",
+        f"Presets trained with the gradients of {RANKS} virtual ranks; {len(SEEDS)} seeds are planned. "
+        f"{source('long_runs', figures)}",
+        (
+            "Dense, one level for all layers, and planners",
+            "What do planners lose in runs that are long enough for error feedback, what do they save?",
+            f"{len(figures['cases'])} runs were made.{planned if fewer else ''}",
+            of_rows(rows(figures["cases"])),
+        ),
+        end=missed(figures),
+    )
+
+
 def many_ranks() -> str:
     """Scores by allgather and in two shots."""
     from benchmarks.accuracy.many_ranks import RANKS, groups, rows
@@ -812,6 +838,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "schemes": schemes,
     "automatic": automatic,
     "many_ranks": many_ranks,
+    "long_runs": long_runs,
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,

@@ -47,13 +47,22 @@ class Preset:
         for every in zip(*(share.forever(Position()) for share in shares), strict=True):
             yield tuple(batch for _, [batch] in every)
 
-    def set_rate(self, step: int, steps: int, ranks: int = 1) -> None:
+    def set_rate(self, step: int, steps: int, ranks: int = 1, floor: float = 0.0) -> None:
         """The learning rate of a step, in a training of so many: warm-up, then a cosine.
 
         As train.py does, more virtual ranks have a higher one where the preset says so.
+
+        Args:
+            step: from 0 on.
+            steps: of the training.
+            ranks: that are virtual.
+            floor: share of the highest rate at which the cosine ends.
         """
         peak = self.options.lr * loop.learning_rate_scale(self.options.lr_scaling, ranks, 1, True)
-        rate = loop.learning_rate(step, steps, steps // 20, peak, "cosine")
+        warmup = steps // 20
+        rate = loop.learning_rate(step, steps, warmup, peak, "cosine")
+        if step >= warmup:
+            rate = floor * peak + (1.0 - floor) * rate
         for group in self.rule.param_groups:
             group["lr"] = rate
 
@@ -80,9 +89,9 @@ class Preset:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
 
 
-def prepare(arguments: Sequence[str], seed: int = 0) -> Preset:
-    """Build what these arguments of train.py mean, without compression."""
-    options = command_line.parse([*arguments, "--seed", str(seed)])
+def prepare(arguments: Sequence[str]) -> Preset:
+    """Build what these arguments of train.py mean, without compression; ``--seed`` is 0 by default."""
+    options = command_line.parse(["--seed", "0", *arguments])
     task = data.load(
         options.data,
         data.data_root(None),
@@ -90,10 +99,10 @@ def prepare(arguments: Sequence[str], seed: int = 0) -> Preset:
         vocabulary=options.vocabulary,
         length=options.sequence_length,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed)
     sizes = models.Sizes(options.width, options.layers, options.heads, options.dropout)
     model = models.build(options.model, task.shape, task.classes, sizes)
-    batches = loop.Batches(task.train, options.batch_size, 1, seed)
+    batches = loop.Batches(task.train, options.batch_size, 1, options.seed)
     rule = loop.make_update_rule(options, model)
     for group in rule.param_groups:
         group["lr"] = options.lr

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import many_ranks
+from benchmarks.accuracy import long_runs, many_ranks
 from benchmarks.harness import command_line
 from benchmarks.micro import overhead
 from benchmarks.network import automatic, priority, schemes, training
@@ -387,6 +387,36 @@ def test_two_shots_that_lose_more_than_their_target_or_were_not_trained_are_name
     same = {"accuracy": 0.9, "perplexity": 200.0}
     good = {title: {"allgather": same, "two_shot": same} for title in many_ranks.CASES}
     assert many_ranks.missed(good) == []
+
+
+def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_reference() -> None:
+    def run(accuracy: float, *payload: list[float]) -> dict[str, Any]:
+        return {"score": {"accuracy": accuracy}, "losses": [], "bytes": list(payload), "steps": 100}
+
+    cases = {
+        "resnet dense seed 1": run(0.90, [0, 100.0]),
+        "resnet dense seed 2": run(0.88, [0, 100.0]),
+        "resnet topk seed 1": run(0.89, [0, 100.0], [10, 2.0]),
+        "resnet topk seed 2": run(0.88, [0, 100.0], [10, 2.0]),
+        "resnet lgreco seed 1": run(0.86, [0, 100.0], [10, 2.0], [50, 1.0]),
+        "resnet auto seed 3": run(0.50, [0, 1.0]),
+    }
+    assert long_runs.all_bytes(cases["resnet lgreco seed 1"]) == 10 * 100 + 40 * 2 + 50 * 1
+    found = long_runs.outcomes(cases)
+    assert ("resnet", "auto") not in found, "of its seed no dense training is known"
+    topk = found["resnet", "topk"]
+    assert topk.lost == pytest.approx((0.01, 0.0))
+    # half of the interval: t with one degree of freedom, times the deviation over the root of 2
+    assert topk.interval == pytest.approx(12.706 * 0.0070711 / 2**0.5, rel=1e-3)
+    assert topk.ratio == pytest.approx(100 * 100 / 1180)
+    assert found["resnet", "lgreco"].fewer == pytest.approx(1180 / 1130)
+    assert [row[:3] for row in long_runs.rows(cases)[1:]] == [
+        ["resnet", "dense", 2], ["resnet", "topk", 2], ["resnet", "lgreco", 1],
+    ]  # fmt: skip
+    accuracy, fewer, left = long_runs.missed(cases)
+    assert accuracy == "resnet, lgreco: loses 4.00, target 1"
+    assert fewer == "resnet, lgreco: 1.04 times fewer bytes than topk, target 1.5"
+    assert left == f"{len(long_runs.CASES) - 6} of {len(long_runs.CASES)} runs are missing"
 
 
 def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() -> None:

@@ -43,6 +43,18 @@ def test_virtual_ranks_train_a_preset_and_write_what_they_did(tmp_path: Path) ->
     assert figures["score"]["accuracy"] > 0.7
 
 
+@pytest.mark.slow
+def test_another_seed_is_another_training_and_the_same_one_the_same(tmp_path: Path) -> None:
+    losses = []
+    for run, seed in enumerate(("1", "2", "1")):
+        out = tmp_path / f"{run}.json"
+        words = ("--preset", "mlp-digits", "--seed", seed, "--out", str(out))
+        assert start("--virtual-ranks", "2", "--steps", "3", *words).returncode == 0
+        losses.append(json.loads(out.read_text())["losses"])
+    assert losses[0] == losses[2]
+    assert losses[0][0] != losses[1][0]
+
+
 @pytest.mark.parametrize("words", [("--steps", "1"), ("--virtual-ranks", "0", "--steps", "1")])
 def test_a_wrong_command_line_exits_with_2(words: tuple[str, ...]) -> None:
     done = start(*words)

@@ -1,0 +1,254 @@
+"""Do planners keep the accuracy of dense training, where a run is long enough to judge that?
+
+    python -m benchmarks.accuracy.long_runs                           # hours on one core; resumable
+    python -m benchmarks.accuracy.long_runs --only "resnet lgreco seed 1"
+    python -m benchmarks.accuracy.long_runs --quick                   # a smoke run; writes no file
+    python -m benchmarks.accuracy.long_runs --check                   # 1 if a stored target is missed
+
+What error feedback withholds costs accuracy in proportion to 1 / (density * steps): a run counts as
+long where that product is 50 or more, as in the papers. Models train with the gradients of 4 virtual
+ranks (virtual_training.py), from the same seeds and data by every method. A *reference* sends every
+layer at one level; a planner starts from it. Differences are of the same seeds, with the 95 % interval
+of Student's t. Nothing here was tuned: levels are the papers' or follow from the product above.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import virtual_training
+from benchmarks.harness import command_line
+from benchmarks.report import report
+
+RANKS = 4
+RATE_FLOOR = 0.02
+"""Share of the highest learning rate at which a run ends, so that what waits still counts."""
+SEEDS = (1, 2, 3)
+ENOUGH = 50
+"""Least density * steps of a run that says something about error feedback."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model that is trained.
+
+    Args:
+        steps: of a run.
+        options: of train.py.
+    """
+
+    steps: int
+    options: tuple[str, ...]
+
+
+SETUPS = {
+    "resnet": Setup(2800, ("--preset", "resnet-fashion")),
+    "resnet, AdamW": Setup(
+        2800,
+        ("--preset", "resnet-fashion", "--optimizer", "adamw", "--lr", "2e-3", "--lr-scaling", "none"),
+    ),
+    "transformer": Setup(2800, ("--preset", "transformer-sotu")),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients are sent.
+
+    Args:
+        options: of train.py.
+        reference: the method whose bytes it is compared with; empty for a reference.
+        fewer: times fewer bytes than the reference that are asked for.
+        withholds: whether error feedback is at work, so that the start is dense.
+    """
+
+    options: tuple[str, ...]
+    reference: str = ""
+    fewer: float = 1.0
+    withholds: bool = False
+
+
+TOPK = ("--compression", "topk:density=0.02")
+POWERSGD = ("--compression", "powersgd:rank=4")
+QSGD = ("--compression", "qsgd:bits=4")
+LGRECO = ("--planner", "lgreco")
+DENSE = "dense"
+METHODS = {
+    DENSE: Method(("--compression", "none")),
+    "auto": Method(("--compression", "auto"), DENSE),
+    "topk": Method(TOPK, withholds=True),
+    "lgreco": Method((*TOPK, *LGRECO), "topk", 1.5, withholds=True),
+    "qsgd": Method(QSGD),
+    "qsgd lgreco": Method((*QSGD, *LGRECO), "qsgd", 1.1),
+    "powersgd": Method(POWERSGD, withholds=True),
+    "powersgd lgreco": Method((*POWERSGD, *LGRECO), "powersgd", 1.3, withholds=True),
+    "gravac": Method((*TOPK, "--planner", "gravac"), "topk", withholds=True),
+    "accordion": Method((*TOPK, "--planner", "accordion"), "topk", withholds=True),
+}
+CASES = {
+    f"{setup} {method} seed {seed}": (setup, method, seed)
+    for setup in SETUPS
+    for seed in SEEDS
+    for method in METHODS
+}
+ACCURACY, PERPLEXITY = 0.01, 0.01
+"""How much may be lost against dense training: of accuracy, and of perplexity, relative."""
+AUTO_ACCURACY = 0.005
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Two-sided 95 % quantiles of Student's t, by the number of differences."""
+MEAN_OF = 50
+"""Steps of which the stored losses are means."""
+
+
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
+    """Add each run to ``cases``."""
+    for title in wanted:
+        cases[title] = train(title, 3 if quick else None)
+        print(report.table(rows({title: cases[title]})), flush=True)
+        if out is not None:
+            report.write(out.stem, {"cases": cases, "missed": missed(cases)}, out.parent)
+
+
+def train(title: str, steps: int | None = None) -> dict[str, Any]:
+    """One run: its score, its losses, and the bytes that a rank sends, as they change."""
+    name, method_name, seed = CASES[title]
+    setup, method = SETUPS[name], METHODS[method_name]
+    count = steps or setup.steps
+    words = ["--virtual-ranks", str(RANKS), "--steps", str(count), "--seed", str(seed)]
+    words += ["--rate-floor", str(RATE_FLOOR), "--mbit", "100", *setup.options, *method.options]
+    # as the learning rate rises: what is withheld then belongs to other weights
+    words += ["--dense-steps", str(count // 20 if method.withholds else 0)]
+    run = virtual_training.apart(words)
+    losses, payloads = run["losses"], run["payload_bytes"]
+    means = [
+        float(f"{statistics.mean(losses[at : at + MEAN_OF]):.4g}")
+        for at in range(0, len(losses), MEAN_OF)
+    ]
+    return {"score": run["score"], "losses": means, "bytes": changes(payloads), "steps": count}
+
+
+def changes(values: Sequence[float]) -> list[list[float]]:
+    """A sequence as the steps at which it changes, and what it is from then on.
+
+    Example:
+        >>> changes([8, 8, 2, 2, 2])
+        [[0, 8], [2, 2]]
+    """
+    return [[step, value] for step, value in enumerate(values) if not step or value != values[step - 1]]
+
+
+def all_bytes(case: Mapping[str, Any]) -> float:
+    """What a rank sends in the whole run."""
+    starts = [step for step, _ in case["bytes"]]
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], case["steps"]], strict=True)]
+    return float(sum(length * value for length, (_, value) in zip(lengths, case["bytes"], strict=True)))
+
+
+def lost(case: Mapping[str, Any], dense: Mapping[str, Any]) -> float:
+    """Against the dense run of its seed: accuracy, or a share of perplexity; less than 0 is a gain."""
+    if "perplexity" in dense["score"]:
+        return float(case["score"]["perplexity"] / dense["score"]["perplexity"] - 1)
+    return float(dense["score"]["accuracy"] - case["score"]["accuracy"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of a method on a model.
+
+    Args:
+        score: the mean: accuracy or perplexity.
+        perplexity: whether it is that.
+        lost: against dense training, of each seed that both have.
+        ratio: of dense gradients' bytes to its own, over the whole run.
+        fewer: of its reference's bytes to its own; None where neither is known.
+    """
+
+    score: float
+    perplexity: bool
+    lost: tuple[float, ...]
+    ratio: float
+    fewer: float | None
+
+    @property
+    def interval(self) -> float | None:
+        """Half of the 95 % interval of the mean loss; None of fewer than two seeds."""
+        count = len(self.lost)
+        return None if count < 2 else T[count] * statistics.stdev(self.lost) / math.sqrt(count)
+
+
+def outcomes(cases: Mapping[str, Any]) -> dict[tuple[str, str], Outcome]:
+    """By model and method, of all that was run and whose dense training was."""
+    found = {}
+    for setup in SETUPS:
+        runs: dict[str, dict[int, Any]] = {}
+        for title, case in cases.items():
+            model, method, seed = CASES[title]
+            if model == setup:
+                runs.setdefault(method, {})[seed] = case
+        dense = runs.get(DENSE, {})
+        for method, by_seed in runs.items():
+            seeds = sorted(set(by_seed) & set(dense))
+            if not seeds:
+                continue
+            metric = "perplexity" if "perplexity" in dense[seeds[0]]["score"] else "accuracy"
+            own = statistics.mean(all_bytes(by_seed[seed]) for seed in seeds)
+            reference = runs.get(METHODS[method].reference, {})
+            both = sorted(set(by_seed) & set(reference))
+            found[setup, method] = Outcome(
+                statistics.mean(by_seed[seed]["score"][metric] for seed in seeds),
+                metric == "perplexity",
+                tuple(lost(by_seed[seed], dense[seed]) for seed in seeds),
+                statistics.mean(all_bytes(dense[seed]) for seed in seeds) / own,
+                statistics.mean(all_bytes(reference[seed]) / all_bytes(by_seed[seed]) for seed in both)
+                if both
+                else None,
+            )
+    return found
+
+
+def rows(cases: Mapping[str, Any]) -> list[list[object]]:
+    """A table: one row a model and method."""
+    heading = ("model", "method", "seeds", "score", "lost against dense", "95 %")
+    table: list[list[object]] = [[*heading, "times fewer bytes than dense", "than its reference"]]
+    for (setup, method), each in outcomes(cases).items():
+        unit = "%" if each.perplexity else "pp"
+        score = f"{each.score:.2f}" if each.perplexity else f"{100 * each.score:.2f} %"
+        spread = "-" if each.interval is None else f"± {100 * each.interval:.2f}"
+        reference = METHODS[method].reference
+        fewer = "-" if each.fewer is None else f"{each.fewer:.2f} ({reference})"
+        mean = f"{100 * statistics.mean(each.lost):+.2f} {unit}"
+        table.append([setup, method, len(each.lost), score, mean, spread, f"{each.ratio:.1f}", fewer])
+    return table
+
+
+def missed(cases: Mapping[str, Any]) -> list[str]:
+    """The targets that are missed, and how many runs are."""
+    problems = []
+    for (setup, method), each in outcomes(cases).items():
+        limit = PERPLEXITY if each.perplexity else AUTO_ACCURACY if method == "auto" else ACCURACY
+        mean = statistics.mean(each.lost)
+        if mean > limit:
+            problems.append(f"{setup}, {method}: loses {100 * mean:.2f}, target {100 * limit:g}")
+        least = METHODS[method].fewer
+        if each.fewer is not None and each.fewer < least:
+            problems.append(
+                f"{setup}, {method}: {each.fewer:.2f} times fewer bytes than "
+                f"{METHODS[method].reference}, target {least:g}"
+            )
+    left = len(CASES) - len(cases)
+    return problems + [f"{left} of {len(CASES)} runs are missing"] * (left > 0)
+
+
+def main() -> int:
+    """Command line."""
+    return command_line.cases(__doc__, "long_runs", CASES, measure, rows, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
