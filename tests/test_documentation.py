@@ -89,6 +89,38 @@ def test_the_page_of_results_shows_the_stored_figures(results_page: ModuleType) 
     )
 
 
+def test_the_page_of_results_opens_with_answers_that_lead_to_their_tables(
+    results_page: ModuleType,
+) -> None:
+    text = results_page.PAGE.read_text()
+    anchors = {results_page.slug(each) for each in re.findall(r"^##+ (.+)$", text, re.MULTILINE)}
+    opening = text[text.index("## Answers") : text.index("## Training on slow networks")]
+    links = re.findall(r"\]\(#([^)]+)\)", opening)
+    assert set(links) <= anchors
+    lines = [line for line in opening.splitlines() if re.match(r"\d+\. \*", line)]
+    known = [each for each in results_page.ANSWERS if f"### {each}\n" in text]
+    assert len(lines) == len(known) >= 9
+
+
+def test_a_claim_is_judged_by_its_weakest_and_its_best_figure() -> None:
+    claim = importlib.import_module("benchmarks.report.results_papers").Claim
+
+    def verdict(better: str, *ours: float) -> str:
+        return str(
+            claim(
+                "", "", (2.0, 4.0) if better == "more" else (0.2, 0.5), ours, "", "", "", better
+            ).verdict
+        )
+
+    assert verdict("more", 2.0, 9.0) == "reproduced"
+    assert verdict("more", 0.5, 2.5) == "partly"
+    assert verdict("more", 1.1, 1.9) == "weaker"
+    assert verdict("more", 0.9, 1.9) == "not"
+    assert verdict("less", 0.5, 0.1) == "reproduced"
+    assert verdict("less", 0.9) == "weaker"
+    assert verdict("less", 1.1) == "not"
+
+
 def test_every_table_of_results_stands_below_its_question_and_answer(results_page: ModuleType) -> None:
     text = results_page.PAGE.read_text()
     parts = re.split(r"^### ", text, flags=re.M)[1:]

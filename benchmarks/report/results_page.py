@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.report.report import RESULTS
 from benchmarks.report.results_fragments import FRAGMENTS
+from benchmarks.report.results_papers import papers
 from benchmarks.report.results_sections import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -23,16 +24,40 @@ TITLE = """\
 
 Made by `python -m benchmarks.report.results_page` from the JSON files in `benchmarks/results`: do not
 edit. How each figure is measured is in the script that its section names."""
+ANSWERS = (
+    "auto, dense and fixed choices",
+    "Steps: lstm",
+    "Training runs: lstm",
+    "Dense, one level for all layers, and planners",
+    "One epoch with each compressor",
+    "allgather, two_shot and auto",
+    "Steps",
+    "Positions of sparse payloads",
+    "Knapsacks",
+    "Memory",
+)
+"""The headings whose questions and answers open the page."""
 FRAGMENT = re.compile(r"(<!-- (\w+): begin [^>]*-->\n)(.*?)(<!-- \2: end -->)", re.DOTALL)
 
 
 def render() -> str:
     """The whole page: contents, and a section for each benchmark that has been run."""
-    body = "\n\n".join(part() for name, part in PARTS.items() if (RESULTS / f"{name}.json").exists())
+    parts = [part() for name, part in PARTS.items() if (RESULTS / f"{name}.json").exists()]
+    body = "\n\n".join([papers(slug), *parts])
+    body = f"## Answers\n\n{answers(body)}\n\n{body}"
     lines = []
     for level, heading in re.findall(r"^(##|###) (.+)$", body, re.MULTILINE):
         lines.append(f"{'' if level == '##' else '    '}- [{heading}](#{slug(heading)})")
     return "\n\n".join([TITLE, "\n".join(lines), body]) + "\n"
+
+
+def answers(body: str) -> str:
+    """Questions and answers of the most important tables, each with a link to its table."""
+    found = dict(re.findall(r"^### (.+)\n\n(\*[^\n]+\?\* [^\n]+)$", body, re.MULTILINE))
+    return "\n".join(
+        f"{number}. {found[heading]} [Figures](#{slug(heading)})"
+        for number, heading in enumerate((each for each in ANSWERS if each in found), 1)
+    )
 
 
 def slug(heading: str) -> str:

@@ -1,0 +1,175 @@
+"""RESULTS.md, first of all: what each paper claims, and how much of it was seen here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.report.report import RESULTS
+from benchmarks.report.results_markdown import load, section, span, table
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what was measured here.
+
+    Args:
+        paper: its method.
+        claim: in a few words.
+        theirs: the least of the paper's figures, and the greatest.
+        ours: all of ours.
+        form: of a figure.
+        why: why it is not reproduced; said only then.
+        heading: of RESULTS.md, where the figures are.
+        better: whether more is better than less.
+    """
+
+    paper: str
+    claim: str
+    theirs: tuple[float, float]
+    ours: tuple[float, ...]
+    form: str
+    why: str
+    heading: str
+    better: str = "more"
+
+    @property
+    def verdict(self) -> str:
+        """Reproduced where all figures are as good as the paper's worst; partly where some are.
+
+        Weaker where none is, and yet something is gained in all.
+
+        Example:
+            >>> Claim("GraVAC", "less time", (2.0, 6.0), (2.7, 1.5), ".1f", "", "").verdict
+            'partly'
+        """
+        least, most = self.theirs
+        good = [each >= least if self.better == "more" else each <= most for each in self.ours]
+        gained = [each > 1 if self.better == "more" else each < 1 for each in self.ours]
+        if all(good):
+            return "reproduced"
+        return "partly" if any(good) else "weaker" if all(gained) else "not"
+
+
+def _of_lgreco() -> Iterator[Claim]:
+    from benchmarks.accuracy.long_runs import outcomes
+
+    models = load("allocation")["models"]
+    for setting, name, theirs in (
+        ("topk:density=0.01", "top-k", (2.67, 3.78)),
+        ("qsgd:bits=4", "QSGD", (1.10, 1.41)),
+        ("powersgd:rank=4", "PowerSGD", (1.44, 1.85)),
+    ):
+        yield Claim(
+            "L-GreCo",
+            f"times fewer bytes at no more error, {name}",
+            theirs,
+            tuple(found[setting]["fewer"] for found in models.values()),
+            ".2f",
+            "the plans are at the optimum: models of few layers have little to shift between them",
+            "Bytes at no more error",
+        )
+    if not (RESULTS / "long_runs.json").exists():
+        return
+    fewer = [
+        each.fewer
+        for (_, method), each in outcomes(load("long_runs")["cases"]).items()
+        if method == "lgreco" and each.fewer is not None
+    ]
+    if fewer:
+        yield Claim(
+            "L-GreCo",
+            "the same over whole training runs",
+            (2.67, 3.78),
+            tuple(fewer),
+            ".2f",
+            "as above",
+            "Dense, one level for all layers, and planners",
+        )
+
+
+def _of_kimad() -> Iterator[Claim]:
+    from benchmarks.network.bandwidth_trace import seconds_ratio
+
+    figures = load("bandwidth_trace")
+    theirs = figures["paper"]["seconds"]
+    yield Claim(
+        "Kimad",
+        "mean step, of EF21's at equal bytes",
+        (theirs, theirs),
+        (seconds_ratio(figures["cells"]),),
+        ".2f",
+        "probably for the lag of the estimate of the rate, and the fixed costs of operations",
+        "Steps within their time",
+        "less",
+    )
+
+
+def _of_gravac() -> Iterator[Claim]:
+    found = load("adaptive")["summary"]
+    for other, theirs in (("static 10x", (1.95, 6.67)), ("accordion", (1.94, 5.63))):
+        yield Claim(
+            "GraVAC",
+            f"times less time than {other}",
+            theirs,
+            (found[other]["seconds"] / found["gravac"]["seconds"],),
+            ".2f",
+            "one short run of one model",
+            "Time and accuracy of a short run",
+        )
+    levels = load("kernels")["multi_level"]
+    yield Claim(
+        "GraVAC",
+        "multi-level compression: times faster than compressing twice",
+        (1.1, 1.83),
+        tuple(row["speedup"] for row in levels.values()),
+        ".2f",
+        "exact top-k takes 2 memcpys here: there is less to save",
+        "Multi-level compression",
+    )
+
+
+def _of_alq() -> Iterator[Claim]:
+    for model, found in load("wire")["variance"].items():
+        fixed = min(value for name, value in found.items() if not name.startswith(("ALQ", "AMQ")))
+        learned = min(value for name, value in found.items() if name.startswith(("ALQ", "AMQ")))
+        yield Claim(
+            "ALQ, AMQ",
+            f"variance of learned levels, of the best fixed ones' ({model})",
+            (0.0, 1.0),
+            (learned / fixed,),
+            ".2f",
+            "the gradient's distribution is as the fixed levels assume",
+            "Variance of quantization levels",
+            "less",
+        )
+
+
+CLAIMS: tuple[Callable[[], Iterator[Claim]], ...] = (_of_lgreco, _of_kimad, _of_gravac, _of_alq)
+
+
+def papers(slug: Callable[[str], str]) -> str:
+    """The section: a row for each claim."""
+    rows = []
+    for claim in (each for claims in CLAIMS for each in claims()):
+        least, most = claim.theirs
+        theirs = f"below {most:g}" if least == 0 else span(claim.theirs, "g")
+        verdict = claim.verdict
+        why = "" if verdict == "reproduced" else f": {claim.why}"
+        ours = f"[{span(claim.ours, claim.form)}](#{slug(claim.heading)})"
+        rows.append([claim.paper, claim.claim, theirs, ours, f"{verdict}{why}"])
+    return section(
+        "The papers",
+        "All of it on small models and 2 cores. *Reproduced*: as good as the paper's weakest figure in "
+        "all cases here; *partly*: in some; *weaker*: in none, though something is gained in all.",
+        (
+            "Claims and figures",
+            "Which of the papers' claims were seen here?",
+            ", ".join(
+                f"{sum(row[-1].startswith(verdict) for row in rows)} {verdict}"
+                for verdict in ("reproduced", "partly", "weaker", "not")
+            )
+            + f", of {len(rows)}.",
+            table(["paper", "claim", "theirs", "here", "verdict"], rows),
+        ),
+    )
