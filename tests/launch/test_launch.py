@@ -301,7 +301,7 @@ class TestFetchData:
 class TestRun:
     def test_prints_a_plain_horovodrun_command(self) -> None:
         assert re.search(
-            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?python launch/train\.py --epochs 3$",
+            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?python launch/train\.py --compression auto --epochs 3$",
             dry_run("-np", "2", "--epochs", "3"),
         )
 
@@ -322,6 +322,12 @@ class TestRun:
         assert found is not None
         assert 2 <= int(found[1]) <= 4
 
+    @pytest.mark.parametrize(
+        "given", ["--compression fp16", "--planner=lgreco", "--distributed horovod", "--scheme two_shot"]
+    )
+    def test_it_decides_by_itself_unless_the_exchange_is_given(self, given: str) -> None:
+        assert dry_run("-np", "2", *given.split()).endswith(f"train.py {given}")
+
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path) -> None:
         for name in ("horovodrun", "python"):
             fake = tmp_path / name
@@ -339,7 +345,7 @@ class TestRun:
         ).stdout
         assert re.fullmatch(
             r"\d+\|-np\|2\|(--mpi-args=-mca orte_tag_output 0\|)?"
-            r"python\|launch/train\.py\|--name\|two words; and \$more\|",
+            r"python\|launch/train\.py\|--compression\|auto\|--name\|two words; and \$more\|",
             pasted,
         )
 

@@ -453,6 +453,22 @@ def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
     assert unknown.count("not measured") == 9
 
 
+@needs_horovod
+def test_what_dense_steps_would_take_at_1_gbit_is_foreseen() -> None:
+    from launch.training.display import at_gigabit
+
+    # 100 MB: each of 4 ranks sends 150 MB, which takes 1.2 s; a third of it is hidden at most
+    foreseen = at_gigabit([1000, 25_000_000], 0.3, 4)
+    found = re.search(r"dense ([\d.]+) ms per step, (\d+)% exposed; in fp16 ([\d.]+) ms", foreseen)
+    assert found is not None, foreseen
+    fp32, exposed, fp16 = (float(each) for each in found.groups())
+    assert 1_300 < fp32 < 1_510
+    assert exposed == round(100 * (1 - 300 / fp32))
+    assert 700 < fp16 < 910
+    assert at_gigabit([1000], 0.3, 1) == ""
+    assert at_gigabit([1000], math.nan, 4) == ""
+
+
 # ----------------------------------------------------------------------------------- real launches
 
 
