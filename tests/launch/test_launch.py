@@ -323,7 +323,8 @@ class TestRun:
         assert 2 <= int(found[1]) <= 4
 
     @pytest.mark.parametrize(
-        "given", ["--compression fp16", "--planner=lgreco", "--distributed horovod", "--scheme two_shot"]
+        "given",
+        ["--compression fp16", "--planner=lgreco", "--distributed horovod", "--scheme two_shot"],
     )
     def test_it_decides_by_itself_unless_the_exchange_is_given(self, given: str) -> None:
         assert dry_run("-np", "2", *given.split()).endswith(f"train.py {given}")

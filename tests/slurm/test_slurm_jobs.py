@@ -192,7 +192,9 @@ def test_srun_starts_hva_run_with_an_unchanged_script_on_two_nodes(lab: Lab) -> 
     assert_done(job)
     text = job.text()
     lines = re.findall(r"^hva run: .*", text, re.M)
-    assert lines == ["hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression qsgd:bits=4"], text
+    assert lines == ["hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression qsgd:bits=4"], (
+        text
+    )
     accuracies = re.findall(r"accuracy ([\d.]+)", text)
     assert accuracies, text
     assert float(accuracies[-1]) > 0.8
