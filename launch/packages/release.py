@@ -1,4 +1,4 @@
-"""Builds what is published: a wheel and an sdist whose description leads to where the project is hosted.
+"""Builds what is published: a wheel and an sdist whose links lead to where the project is hosted.
 
     python -m launch.packages.release --url https://HOST/OWNER/hvd_adaptive [--into dist]
 
@@ -34,8 +34,8 @@ def absolute(text: str, url: str, ref: str) -> str:
         ref: branch or tag.
 
     Example:
-        >>> absolute("![plot](a/b.png), [page](docs/c.md#d), [top](#e), [x](https://x.org)", "https://h/o", "v1")
-        '![plot](https://h/o/raw/v1/a/b.png), [page](https://h/o/blob/v1/docs/c.md#d), [top](#e), [x](https://x.org)'
+        >>> absolute("![plot](a/b.png), [page](docs/c.md#d), [top](#e)", "https://h/o", "v1")
+        '![plot](https://h/o/raw/v1/a/b.png), [page](https://h/o/blob/v1/docs/c.md#d), [top](#e)'
     """
 
     def lead(found: re.Match[str]) -> str:

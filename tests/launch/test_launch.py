@@ -301,7 +301,8 @@ class TestFetchData:
 class TestRun:
     def test_prints_a_plain_horovodrun_command(self) -> None:
         assert re.search(
-            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?python launch/train\.py --compression auto --epochs 3$",
+            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?"
+            r"python launch/train\.py --compression auto --epochs 3$",
             dry_run("-np", "2", "--epochs", "3"),
         )
 

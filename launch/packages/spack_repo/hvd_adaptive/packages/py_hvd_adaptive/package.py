@@ -12,7 +12,8 @@ CLONE = Path(__file__).resolve().parents[6]
 
 
 class PyHvdAdaptive(PythonPackage):
-    """Gradient compression for Horovod and PyTorch that decides by itself how hard to compress each layer."""
+    """Gradient compression for Horovod and PyTorch that decides by itself how hard to compress each
+    layer."""
 
     git = CLONE.as_uri()
     license("Apache-2.0")
