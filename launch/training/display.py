@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ class Progress:
         self.shown = shown
         self._next_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
+        self._decided = ""
         if shown and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -94,6 +96,14 @@ class Progress:
         elif self.shown and (time.monotonic() >= self._next_line or step == self.total):
             self._next_line = time.monotonic() + LINE_SECONDS
             self.say(f"step {step}/{self.total}: {text}")
+
+    def decided(self, step: int, reasons: Sequence[str]) -> None:
+        """Shows what `auto` does from here on and why, where that is not but other numbers."""
+        reason = reasons[0] if reasons and reasons[0].startswith("auto: ") else ""
+        kind = re.sub(r"[\d.]+", "", reason)
+        if kind not in ("", self._decided):
+            self._decided = kind
+            self.say(f"step {step}: {reason}")
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""

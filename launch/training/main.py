@@ -352,6 +352,8 @@ def log(run: TrainingRun, step: int, rate: float, losses: list[float], clock: St
     run.meter.scalar("train/loss", loss, step)
     run.meter.scalar("train/learning_rate", rate, step)
     if run.progress.shown:
+        if run.options.distributed == "adaptive":
+            run.progress.decided(step, run.optimizer.plan.reasons)
         ratio = run.meter.summary().ratio_payload
         run.progress.report(step, loss, samples_per_step(run) / clock.mean(), ratio)
     return loss

@@ -454,6 +454,30 @@ def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
 
 
 @needs_horovod
+def test_a_decision_of_auto_is_shown_once_and_again_where_it_is_another_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from launch.training.display import Progress
+
+    progress = Progress(0, 100, shown=True)
+    dense = "auto: left dense (fp16): exposed communication is {} % of a step of {} ms"
+    for step, reasons in enumerate(
+        [
+            (),
+            (dense.format(3, 16.5),),
+            (dense.format(4, 17),),
+            ("auto: qsgd on 2 layers",),
+            ("bucket 0: x",),
+        ]
+    ):
+        progress.decided(step, reasons)
+    assert capsys.readouterr().err.splitlines() == [
+        f"step 1: {dense.format(3, 16.5)}",
+        "step 3: auto: qsgd on 2 layers",
+    ]
+
+
+@needs_horovod
 def test_what_dense_steps_would_take_at_1_gbit_is_foreseen() -> None:
     from launch.training.display import at_gigabit
 
