@@ -461,18 +461,11 @@ def test_a_decision_of_auto_is_shown_once_and_again_where_it_is_another_one(
 
     progress = Progress(0, 100, shown=True)
     dense = "auto: left dense (fp16): exposed communication is {} % of a step of {} ms"
-    for step, reasons in enumerate(
-        [
-            (),
-            (dense.format(3, 16.5),),
-            (dense.format(4, 17),),
-            ("auto: qsgd on 2 layers",),
-            ("bucket 0: x",),
-        ]
-    ):
-        progress.decided(step, reasons)
+    first, same = dense.format(3, 16.5), dense.format(4, 17)
+    for step, reason in enumerate(["", first, same, "auto: qsgd on 2 layers", "bucket 0: x"]):
+        progress.decided(step, (reason,) if reason else ())
     assert capsys.readouterr().err.splitlines() == [
-        f"step 1: {dense.format(3, 16.5)}",
+        f"step 1: {first}",
         "step 3: auto: qsgd on 2 layers",
     ]
 
