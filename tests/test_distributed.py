@@ -53,7 +53,10 @@ class Launches:
             folder = self._factory.mktemp(f"ranks{size}")
             self._verdicts[size], launches = run(size, self._selected[size], folder)
             seconds = ", ".join(f"{launch.seconds:.0f}" for launch in launches)
-            print(f"{size} ranks: {len(launches)} launch(es), {seconds} s")
+            found = self._verdicts[size]
+            slowest = sorted(found, key=lambda each: -found[each].seconds)[:5]
+            told = ", ".join(f"{each.partition('::')[2]} {found[each].seconds:.0f}" for each in slowest)
+            print(f"{size} ranks: {len(launches)} launch(es), {seconds} s; slowest: {told} s")
         return self._verdicts[size][function.id]
 
 

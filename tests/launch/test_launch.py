@@ -489,6 +489,7 @@ class TestClosedTerminal:
         resumed = run("run.sh", *command[1:], "--resume", "--steps", str(step + 1))
         assert resumed.returncode == 0, resumed.stderr
         assert f"resumed at step {step}" in resumed.stdout
+        assert "where to look next:" in resumed.stdout
 
     def test_ends_all_ranks_also_where_nothing_is_to_be_saved(self, tmp_path: Path) -> None:
         with all_ended(tmp_path) as mark:
