@@ -37,7 +37,8 @@ SET_BY_RUN = (
 )
 
 # Trains with two ranks until it is ended.
-ENDLESS = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20"]
+ENDLESS = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20",
+           "--compression", "topk:density=0.01"]  # fmt: skip
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -330,6 +331,29 @@ class TestRun:
     def test_it_decides_by_itself_unless_the_exchange_is_given(self, given: str) -> None:
         assert dry_run("-np", "2", *given.split()).endswith(f"train.py {given}")
 
+    @pytest.mark.parametrize(
+        ("arguments", "status", "shown"),
+        [([], 0, True), (["--compression", "fp16"], 0, False), ([], 3, False)],
+    )
+    def test_after_a_run_that_decided_by_itself_it_says_where_to_look_next(
+        self, tmp_path: Path, arguments: list[str], status: int, shown: bool
+    ) -> None:
+        (tmp_path / "launch" / "lib").mkdir(parents=True)
+        for name in ("run.sh", "lib/common.sh"):
+            shutil.copy(LAUNCH / name, tmp_path / "launch" / name)
+        programs = {"launch/setup.sh": 0, ".venv/bin/python": 0, ".venv/bin/horovodrun": status}
+        for name, code in programs.items():
+            fake = tmp_path / name
+            fake.parent.mkdir(parents=True, exist_ok=True)
+            fake.write_text(f"#!/bin/sh\nexit {code}\n")
+            fake.chmod(0o755)
+        done = subprocess.run(
+            [tmp_path / "launch" / "run.sh", "-np", "2", *arguments], capture_output=True, text=True,
+            env=environment(VIRTUAL_ENV="", CONDA_PREFIX=""), cwd=tmp_path, check=False, timeout=50,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        assert ("where to look next:" in done.stdout) == shown
+
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path) -> None:
         for name in ("horovodrun", "python"):
             fake = tmp_path / name
@@ -489,7 +513,6 @@ class TestClosedTerminal:
         resumed = run("run.sh", *command[1:], "--resume", "--steps", str(step + 1))
         assert resumed.returncode == 0, resumed.stderr
         assert f"resumed at step {step}" in resumed.stdout
-        assert "where to look next:" in resumed.stdout
 
     def test_ends_all_ranks_also_where_nothing_is_to_be_saved(self, tmp_path: Path) -> None:
         with all_ended(tmp_path) as mark:
