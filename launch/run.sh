@@ -13,8 +13,9 @@
 #     --dry-run   print the command and stop; nothing is set up
 #     --          everything after it is train.py's
 #
-# All other options are train.py's: launch/run.sh --help lists them as well, once the setup is done. Without
-# any, a small model trains with compressed gradients.
+# All other options are train.py's: launch/run.sh --help lists them as well, once the setup is done. Without one
+# that says how gradients are exchanged (--compression, --planner, --distributed, ...), --compression auto is
+# added: what to compress, and whether to, is then decided while a small model trains.
 #
 # The command is printed with what it sets in the environment, so that it can be pasted and changed. A variable
 # that is set already is left alone:
@@ -238,6 +239,7 @@ run_to_the_end() {
     done
     ((status != 143)) || status=${instead_of_143:-143}
     end_the_rest
+    ((status != 0)) || [[ -z $shows_next ]] || show_what_is_next
     exit "$status"
 }
 
@@ -255,8 +257,34 @@ end_the_rest() {
     kill -s KILL $(processes) || true
 }
 
+# Whether train.py's options say how gradients are exchanged.
+exchange_is_given() {
+    local argument
+    for argument in ${arguments[@]+"${arguments[@]}"}; do
+        case ${argument%%=*} in
+            --compression | --override | --feedback | --scheme | --planner | --candidate | --distributed) return 0 ;;
+            --dense-steps | --compression-warmup-steps) return 0 ;;
+        esac
+    done
+    return 1
+}
+
+show_what_is_next() {
+    say
+    say "where to look next:"
+    say "  sudo -E launch/run.sh --netlab 4,200mbit   the same over slow links, where compression pays"
+    say "  launch/run.sh --logdir runs/first          and then: hva report runs/first"
+    say "  docs/auto.md                               how it decides, and within which limits"
+    say "  README.md                                  the lines that your own script needs"
+}
+
 main() {
     parse_arguments "$@"
+    local shows_next=
+    if ! exchange_is_given; then
+        [[ -n $netlab ]] || shows_next=yes
+        arguments=(--compression auto ${arguments[@]+"${arguments[@]}"})
+    fi
     find_environment
     if [[ -v help ]]; then
         show_help

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    ROOT / "launch" / "README.md",
+    *sorted((ROOT / "launch").rglob("README.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]

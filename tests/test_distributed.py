@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.rank_launcher import DISTRIBUTED, Function, Verdict, functions_in, run, warm_kernels
+from tests.harness.rank_launcher import (
+    DISTRIBUTED,
+    MOST_SECONDS,
+    Function,
+    Verdict,
+    functions_in,
+    run,
+    warm_kernels,
+)
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+# The first test of a size waits for all of that size, whose ranks have time limits of their own.
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(MOST_SECONDS)]
 
 SIZES = (1, 2, 4)
 SMOKE_SIZE = 16
@@ -53,7 +62,10 @@ class Launches:
             folder = self._factory.mktemp(f"ranks{size}")
             self._verdicts[size], launches = run(size, self._selected[size], folder)
             seconds = ", ".join(f"{launch.seconds:.0f}" for launch in launches)
-            print(f"{size} ranks: {len(launches)} launch(es), {seconds} s")
+            found = self._verdicts[size]
+            slowest = sorted(found, key=lambda each: -found[each].seconds)[:5]
+            told = ", ".join(f"{each.partition('::')[2]} {found[each].seconds:.0f}" for each in slowest)
+            print(f"{size} ranks: {len(launches)} launch(es), {seconds} s; slowest: {told} s")
         return self._verdicts[size][function.id]
 
 

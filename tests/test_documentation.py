@@ -292,7 +292,7 @@ def check_python(words: list[str]) -> None:
                 assert (ROOT / file).exists(), file
         elif module in ("mkdocs", "mypy", "ruff"):
             assert rest[:1] in ([], ["build"], ["check"])
-        elif module.startswith(("benchmarks.", "hvd_adaptive.commands.")):
+        elif module.startswith(("benchmarks.", "hvd_adaptive.commands.", "launch.packages.")):
             assert importlib.util.find_spec(module), module
             check_options(module, rest)
         else:
@@ -303,7 +303,7 @@ def check_python(words: list[str]) -> None:
     if script == "launch/train.py":
         train_options(rest)
         return
-    if script in ("train.py", "my.py"):  # the reader's own
+    if script in ("train.py", "my.py", "elastic.py"):  # the reader's own
         return
     assert (ROOT / script).exists(), script
     # A benchmark is a module; no other script here has options to look at.
@@ -391,6 +391,11 @@ def check_hva(words: list[str]) -> None:
         check_python(started[1:])
 
 
+def check_pip(words: list[str]) -> None:
+    """pip, and this clone."""
+    assert words == ["install", "."]
+
+
 CHECKS = {
     "hva": check_hva,
     "python": check_python,
@@ -400,6 +405,7 @@ CHECKS = {
     "sbatch": check_sbatch,
     "horovodrun": check_launcher,
     "mpirun": check_launcher,
+    "pip": check_pip,
 }
 
 

@@ -16,6 +16,7 @@ for Data-Parallel SGD" (NeurIPS 2020), section 3.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -397,7 +398,7 @@ class LearnedLevels(Learner):
         self.zero = zero and kind == "alq"
         self._observed: list[Float64s] = []
         first = start if kind == "alq" else "exponential"
-        self._tables = {bits: _as_table(_start(first, bits, self.zero)) for bits in self.all_bits}
+        self._tables = {bits: _start_table(first, bits, self.zero) for bits in self.all_bits}
 
     @property
     def all_bits(self) -> range:
@@ -539,6 +540,12 @@ class LearnedLevels(Learner):
             )
         table.setflags(write=False)
         return table
+
+
+@functools.cache
+def _start_table(start: Start, bits: int, zero: bool) -> Float32s:
+    """What levels are before any were learned; nobody can write to it, so that all share it."""
+    return _as_table(_start(start, bits, zero))
 
 
 def _start(start: Start, bits: int, zero: bool) -> Float64s:

@@ -137,7 +137,7 @@ class _Meeting:
         if unfit:
             parts.append(f"{unfit} dropped what was not sent yet, because it is of other weights")
         if planner and self.renews:
-            parts.append("the planner starts again")
+            parts.append("the planner starts again: what it measured is of other ranks")
         return "; ".join(parts)
 
 

@@ -76,7 +76,7 @@ def _shares(limits: TimeLimits, chosen: Contender) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
 def _ms(seconds: float) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import errno
 import io
 import math
+import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from tqdm import tqdm
 
+from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.planning.step_time import dense_step
 from hvd_adaptive.telemetry import Placement
 from hvd_adaptive.telemetry.verdict import verdict
 
@@ -74,6 +79,7 @@ class Progress:
         self.shown = shown
         self._next_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
+        self._decided = ""
         if shown and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -90,6 +96,14 @@ class Progress:
         elif self.shown and (time.monotonic() >= self._next_line or step == self.total):
             self._next_line = time.monotonic() + LINE_SECONDS
             self.say(f"step {step}/{self.total}: {text}")
+
+    def decided(self, step: int, reasons: Sequence[str]) -> None:
+        """Shows what `auto` does from here on and why, where that is not but other numbers."""
+        reason = reasons[0] if reasons and reasons[0].startswith("auto: ") else ""
+        kind = re.sub(r"[\d.]+", "", reason)
+        if kind not in ("", self._decided):
+            self._decided = kind
+            self.say(f"step {step}: {reason}")
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -173,6 +187,31 @@ def table(
         works = costs.compress + costs.decompress
         lines.append(verdict(costs.total, costs.communicate, works, placement, costs.least_exposed))
     return "\n".join(line for line in lines if line)
+
+
+def at_gigabit(numel: Sequence[int], compute: float, ranks: int) -> str:
+    """What a dense step would take on links of 1 Gbit/s, as the model foresees it.
+
+    Args:
+        numel: elements of each parameter, in the model's order: gradients arrive in the reverse one.
+        compute: seconds of forward and backward pass; where it is NaN, nothing is foreseen.
+        ranks: how many train, each on a host of its own.
+    """
+    if ranks == 1 or math.isnan(compute):
+        return ""
+    link = LinkCosts.of_gigabit()
+    fp32, fp16 = (
+        dense_step(
+            np.array(numel[::-1]), compute, ranks, latency=link.allgather, byte=link.allgather_byte,
+            itemsize=itemsize,
+        )
+        for itemsize in (4, 2)
+    )  # fmt: skip
+    return (
+        f"at 1 Gbit/s between {ranks} hosts, by the model: dense {1e3 * fp32.total:.1f} ms per step, "
+        f"{fp32.exposed / fp32.total:.0%} exposed; in fp16 {1e3 * fp16.total:.1f} ms, "
+        f"{fp16.exposed / fp16.total:.0%} exposed"
+    )
 
 
 def _number(value: float, form: str) -> str:

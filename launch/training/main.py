@@ -24,7 +24,7 @@ from . import data, models, result
 from . import options as command_line
 from .agreement import EXIT_CODES, RunError, StopVote, require_equal, run_on_all_ranks
 from .checkpoint import Checkpoints, Position
-from .display import Progress, gather_costs, table
+from .display import Progress, at_gigabit, gather_costs, table
 from .loop import (
     Batches,
     Score,
@@ -352,6 +352,8 @@ def log(run: TrainingRun, step: int, rate: float, losses: list[float], clock: St
     run.meter.scalar("train/loss", loss, step)
     run.meter.scalar("train/learning_rate", rate, step)
     if run.progress.shown:
+        if run.options.distributed == "adaptive":
+            run.progress.decided(step, run.optimizer.plan.reasons)
         ratio = run.meter.summary().ratio_payload
         run.progress.report(step, loss, samples_per_step(run) / clock.mean(), ratio)
     return loss
@@ -398,8 +400,11 @@ def finish(run: TrainingRun, end: End, score: Score) -> None:
     dense_bytes = sum(each.numel() * each.element_size() for each in gradients)
     placement = metered.placement if metered is not None else None
     say("\n" + table(costs, dense_bytes, samples_per_step(run), end.train_loss, score, placement))
-    for reason in run.optimizer.plan.reasons if metered else ():
-        say(reason)
+    if metered is not None:
+        for reason in run.optimizer.plan.reasons:
+            say(reason)
+        if foreseen := at_gigabit([each.numel() for each in gradients], costs.compute, hvd.size()):
+            say(foreseen)
     if run.options.result is not None and hvd.rank() == 0:
         last = Evaluation(end.position.step, math.fsum(end.clock.seconds), score)
         run_and_costs = result.describe(run.options, hvd.size(), dense_bytes, costs)

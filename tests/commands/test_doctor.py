@@ -72,6 +72,10 @@ PLANTED: dict[str, tuple[Callable[[], Facts], str, str, str]] = {
         lambda: facts(size=1, mpi_size=1),
         "failure", "mpirun started 4 ranks, and Horovod sees 1", "srun --mpi=pmix",
     ),
+    "distutils": (
+        lambda: facts(distutils=False, launcher=""),
+        "failure", "horovodrun imports distutils", "pip install setuptools",
+    ),
     "mpi": (
         lambda: facts(builds={"MPI": False, "Gloo": True}, size=1),
         "failure", "built without MPI, and mpirun starts ranks", "libopenmpi-dev",

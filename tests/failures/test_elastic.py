@@ -14,11 +14,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 
@@ -45,6 +45,7 @@ EXACTLY = 1e-5
 _WAITS_IN_HOROVOD = r'"MainThread"\n +(synchronize|_\w+_async) \(horovod/torch/mpi_ops\.py'
 """How a stack begins of a rank that waits for an operation, or for a lock to hand one over."""
 
+Result = TypeVar("Result")
 Ranks: TypeAlias = dict[int, dict[str, Any]]
 """The last line of each process that lives, by process."""
 
@@ -55,15 +56,16 @@ SCRIPT = Path(__file__).with_name("elastic_training.py")
 class Launch:
     """An elastic launch whose hosts change: different names of this machine."""
 
-    def __init__(self, folder: Path, *hosts: str) -> None:
+    def __init__(self, folder: Path, *hosts: str, program: Sequence[str]) -> None:
         self.folder = folder
+        self.program = program
         self.hosts(*hosts)
         script = folder / "discover"
         script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
         script.chmod(0o755)
         command = [*horovodrun(len(hosts)), "--gloo", "--min-np", "1", "--max-np", "4",
                    "--network-interface", "lo", "--host-discovery-script", str(script),
-                   sys.executable, str(SCRIPT), str(folder)]  # fmt: skip
+                   sys.executable, *program]  # fmt: skip
         environment = {
             **os.environ,
             **ENVIRONMENT,
@@ -101,6 +103,18 @@ class Launch:
     def ranks(self) -> Ranks:
         return {process: rows[-1] for process, rows in self.lines().items() if rows and lives(process)}
 
+    def processes(self) -> list[int]:
+        """Those that run the program, in the order in which they began."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if words[:-1] == [sys.executable, *self.program] and lives(int(folder.name)):
+                found.append(int(folder.name))
+        return sorted(found)
+
     def until(self, what: str, done: Callable[[Ranks], bool]) -> Ranks:
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and self.process.poll() is None:
@@ -124,7 +138,7 @@ class Launch:
                 [spy, "dump", "--pid", str(process)], capture_output=True, text=True, timeout=30,
                 check=False,
             )
-            for process in self.ranks()
+            for process in self.processes()
         ]  # fmt: skip
         return "\n".join(dump.stdout + dump.stderr for dump in dumps)
 
@@ -151,7 +165,7 @@ class Launch:
 
     def close(self) -> None:
         """End what is left of it."""
-        for process in [self.process.pid, *self.ranks()]:
+        for process in [self.process.pid, *self.processes()]:
             if lives(process):
                 os.kill(process, signal.SIGKILL)
         self.process.wait()
@@ -202,26 +216,35 @@ def tell(launch: Launch) -> Story:
     (launch.folder / "end").touch()
     code = launch.process.wait(SECONDS)
     end = time.monotonic() + 10
-    while launch.ranks() and time.monotonic() < end:
+    while launch.processes() and time.monotonic() < end:
         time.sleep(0.25)
     return Story(
-        launch.folder, code, launch.output, launch.lines(), [*launch.ranks()],
+        launch.folder, code, launch.output, launch.lines(), launch.processes(),
         max(row["step"] for row in ranks.values()),
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """One launch, or a second one where a rank hangs within Horovod.
+def launched(
+    tmp_path_factory: pytest.TempPathFactory,
+    program: Callable[[Path], Sequence[str]],
+    told: Callable[[Launch], Result],
+) -> Result:
+    """What one launch leaves behind, or a second one where a rank hangs within Horovod.
 
     Horovod's thread ends when a rank has gone, and refuses what is under way. An operation that is
     handed over at that very moment is neither refused nor run, and who waits for it waits forever.
+
+    Args:
+        tmp_path_factory: makes its folder.
+        program: script and arguments, given the folder.
+        told: lets ranks come and go.
     """
     warm_kernels()
     for attempt in (1, 2):
-        launch = Launch(tmp_path_factory.mktemp("elastic"), "localhost:1", "127.0.0.1:1")
+        folder = tmp_path_factory.mktemp("elastic")
+        launch = Launch(folder, "localhost:1", "127.0.0.1:1", program=program(folder))
         try:
-            return tell(launch)
+            return told(launch)
         except HorovodHangsError as error:
             if attempt == 2:
                 pytest.fail(str(error))
@@ -229,6 +252,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         finally:
             launch.close()
     raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return launched(tmp_path_factory, lambda folder: [str(SCRIPT), str(folder)], tell)
 
 
 def test_training_continues_to_its_end_with_equal_parameters_on_all_ranks(story: Story) -> None:
@@ -300,3 +328,37 @@ def test_a_rank_that_leaves_ends_alone_and_no_process_is_left(story: Story) -> N
     assert story.output.count("terminate called") == removed, story.output
     assert "Traceback" not in story.output, story.output
     assert story.left_behind == []
+
+
+def page_program(folder: Path) -> list[str]:
+    """The script of docs/elastic.md, as a reader would save it."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/elastic.md").read_text(), re.M | re.S)
+    script = folder / "elastic.py"
+    script.write_text(code)
+    return [str(script), "1000000"]
+
+
+def tell_page(launch: Launch) -> str:
+    """Let one of two ranks be killed, and a third one join."""
+
+    def until(what: str, pattern: str) -> None:
+        launch.until(what, lambda _: re.search(pattern, launch.output, re.S) is not None)
+
+    until("an epoch on 2 ranks", "on 2 ranks")
+    os.kill(launch.processes()[-1], signal.SIGKILL)
+    until("an epoch on the rank that is left", "on 2 ranks.*on 1 ranks")
+    launch.hosts("localhost:1", "127.0.0.1:1", "127.1:1")
+    until("an epoch with a new one", "on 1 ranks.*on 2 ranks")
+    return launch.output
+
+
+def test_the_script_of_the_page_goes_on_when_a_worker_is_killed_and_another_joins(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    output = launched(tmp_path_factory, page_program, tell_page)
+    said = re.findall(r"hvd_adaptive: step \d+: (.*)", output)
+    changes = [re.findall(r"\d+", line)[:3] for line in said]
+    assert [each for each in changes if each[:2] != ["0", "0"]] == [["0", "1", "1"], ["1", "0", "2"]]
+    assert all("the planner starts again: what it measured is of other ranks" in line for line in said)
+    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\S+) on", output)]
+    assert losses[-1] < losses[0], losses

@@ -28,6 +28,8 @@ DISTRIBUTED = ROOT / "tests" / "distributed"
 _MAX_LAUNCHES = 8
 # A busy machine takes this long to start its ranks and to import torch in all of them.
 _LAUNCH_SECONDS = 540.0
+MOST_SECONDS = _MAX_LAUNCHES * (_LAUNCH_SECONDS + 20)
+"""That :func:`run` may take: whoever calls it must not be ended before, or all is launched again."""
 
 ENVIRONMENT = {
     # More ranks than cores: a rank that waits must give its core away.
@@ -266,13 +268,21 @@ def _wait(process: subprocess.Popen[bytes]) -> int | None:
     try:
         return process.wait(_LAUNCH_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _end(process)
         return None
+    except BaseException:  # Ctrl-C, or a test's own time limit: nothing must run on beside what follows
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launch with all its children."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _without_pytest(stacks: str) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.harness import rank_launcher
 from tests.harness.rank_launcher import DISTRIBUTED, ROOT, Function, Launch, Verdict, functions_in, run
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
@@ -170,3 +174,32 @@ def test_test_functions_and_their_markers_are_read_without_importing(tmp_path: P
     classes.write_text("class TestIt:\n    def test_a(self): ...\n")
     with pytest.raises(ValueError, match="not classes"):
         functions_in(classes)
+
+
+def test_a_launch_ends_when_the_test_that_waits_for_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would run on beside the next one, for which all time limits are meant."""
+    pid = tmp_path / "pid"
+    endless = ["sh", "-c", f"sleep 600 & echo $! > {pid}.new; mv {pid}.new {pid}; wait"]
+    monkeypatch.setattr(rank_launcher, "horovodrun", lambda size: endless)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt_once_it_runs() -> None:
+        while not pid.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    previous = signal.signal(signal.SIGUSR2, interrupt)
+    threading.Thread(target=interrupt_once_it_runs, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_case("mixed.py", tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    end = time.monotonic() + 10
+    while rank_launcher.lives(int(pid.read_text())) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not rank_launcher.lives(int(pid.read_text()))

@@ -37,7 +37,8 @@ SET_BY_RUN = (
 )
 
 # Trains with two ranks until it is ended.
-ENDLESS = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20"]
+ENDLESS = ["-np", "2", "--preset", "mlp-digits", "--epochs", "5000", "--log-every", "20",
+           "--compression", "topk:density=0.01"]  # fmt: skip
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -301,7 +302,8 @@ class TestFetchData:
 class TestRun:
     def test_prints_a_plain_horovodrun_command(self) -> None:
         assert re.search(
-            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?python launch/train\.py --epochs 3$",
+            r"horovodrun -np 2 (--mpi-args=\S+\\ \S+\\ 0 )?"
+            r"python launch/train\.py --compression auto --epochs 3$",
             dry_run("-np", "2", "--epochs", "3"),
         )
 
@@ -322,6 +324,36 @@ class TestRun:
         assert found is not None
         assert 2 <= int(found[1]) <= 4
 
+    @pytest.mark.parametrize(
+        "given",
+        ["--compression fp16", "--planner=lgreco", "--distributed horovod", "--scheme two_shot"],
+    )
+    def test_it_decides_by_itself_unless_the_exchange_is_given(self, given: str) -> None:
+        assert dry_run("-np", "2", *given.split()).endswith(f"train.py {given}")
+
+    @pytest.mark.parametrize(
+        ("arguments", "status", "shown"),
+        [([], 0, True), (["--compression", "fp16"], 0, False), ([], 3, False)],
+    )
+    def test_after_a_run_that_decided_by_itself_it_says_where_to_look_next(
+        self, tmp_path: Path, arguments: list[str], status: int, shown: bool
+    ) -> None:
+        (tmp_path / "launch" / "lib").mkdir(parents=True)
+        for name in ("run.sh", "lib/common.sh"):
+            shutil.copy(LAUNCH / name, tmp_path / "launch" / name)
+        programs = {"launch/setup.sh": 0, ".venv/bin/python": 0, ".venv/bin/horovodrun": status}
+        for name, code in programs.items():
+            fake = tmp_path / name
+            fake.parent.mkdir(parents=True, exist_ok=True)
+            fake.write_text(f"#!/bin/sh\nexit {code}\n")
+            fake.chmod(0o755)
+        done = subprocess.run(
+            [tmp_path / "launch" / "run.sh", "-np", "2", *arguments], capture_output=True, text=True,
+            env=environment(VIRTUAL_ENV="", CONDA_PREFIX=""), cwd=tmp_path, check=False, timeout=50,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        assert ("where to look next:" in done.stdout) == shown
+
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path) -> None:
         for name in ("horovodrun", "python"):
             fake = tmp_path / name
@@ -339,7 +371,7 @@ class TestRun:
         ).stdout
         assert re.fullmatch(
             r"\d+\|-np\|2\|(--mpi-args=-mca orte_tag_output 0\|)?"
-            r"python\|launch/train\.py\|--name\|two words; and \$more\|",
+            r"python\|launch/train\.py\|--compression\|auto\|--name\|two words; and \$more\|",
             pasted,
         )
 

@@ -816,7 +816,7 @@ class TestRunScript:
         status, shown = run_sh("--dry-run", *words)
         assert status == 0
         assert "netlab.sh run 2 1gbit\\,50mbit --trace a\\ b -- python" in shown
-        assert re.search(r"train\.py --threads \d+ --epochs 3$", shown)
+        assert re.search(r"train\.py --threads \d+ --compression auto --epochs 3$", shown)
         assert "OMPI_MCA_coll_tuned_allreduce_algorithm=4" in shown
 
     @pytest.mark.parametrize(
@@ -846,6 +846,7 @@ class TestRunScript:
         assert status == 0, shown
         assert re.search(r"h2 +200mbit +[\d.]+mbit +\d+\.\d% +[\d.]+mbit", shown)
         assert "held-out accuracy" in shown
+        assert "at 1 Gbit/s between 2 hosts, by the model: dense " in shown
         assert_nothing_left(shown)
         assert links() == before
 

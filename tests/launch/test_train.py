@@ -453,6 +453,39 @@ def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
     assert unknown.count("not measured") == 9
 
 
+@needs_horovod
+def test_a_decision_of_auto_is_shown_once_and_again_where_it_is_another_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from launch.training.display import Progress
+
+    progress = Progress(0, 100, shown=True)
+    dense = "auto: left dense (fp16): exposed communication is {} % of a step of {} ms"
+    first, same = dense.format(3, 16.5), dense.format(4, 17)
+    for step, reason in enumerate(["", first, same, "auto: qsgd on 2 layers", "bucket 0: x"]):
+        progress.decided(step, (reason,) if reason else ())
+    assert capsys.readouterr().err.splitlines() == [
+        f"step 1: {first}",
+        "step 3: auto: qsgd on 2 layers",
+    ]
+
+
+@needs_horovod
+def test_what_dense_steps_would_take_at_1_gbit_is_foreseen() -> None:
+    from launch.training.display import at_gigabit
+
+    # 100 MB: each of 4 ranks sends 150 MB, which takes 1.2 s; a third of it is hidden at most
+    foreseen = at_gigabit([1000, 25_000_000], 0.3, 4)
+    found = re.search(r"dense ([\d.]+) ms per step, (\d+)% exposed; in fp16 ([\d.]+) ms", foreseen)
+    assert found is not None, foreseen
+    fp32, exposed, fp16 = (float(each) for each in found.groups())
+    assert 1_300 < fp32 < 1_510
+    assert exposed == round(100 * (1 - 300 / fp32))
+    assert 700 < fp16 < 910
+    assert at_gigabit([1000], 0.3, 1) == ""
+    assert at_gigabit([1000], math.nan, 4) == ""
+
+
 # ----------------------------------------------------------------------------------- real launches
 
 

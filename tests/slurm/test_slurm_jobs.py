@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands.launching import HVA
+from tests.commands.launching import SCRIPTS as UNCHANGED
 from tests.slurm.cluster import ACTIVE, Job, Lab, LabError, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +176,28 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+# ------------------------------------------------------------------------------------ without scripts
+
+
+def test_srun_starts_hva_run_with_an_unchanged_script_on_two_nodes(lab: Lab) -> None:
+    """As a user without launch/slurm: srun is all that starts the ranks."""
+    batch = lab.folder / "plain.sbatch"
+    batch.write_text('#!/bin/sh\nexec srun --mpi=pmix --kill-on-bad-exit=1 "$@"\n')
+    job = lab.submit(
+        batch, *HVA, "run", "--compression", "qsgd:bits=4", "--", sys.executable,
+        str(UNCHANGED / "mnist.py"), "--epochs", "3", options=ON_TWO,
+    )  # fmt: skip
+    assert_done(job)
+    text = job.text()
+    lines = re.findall(r"^hva run: .*", text, re.M)
+    assert lines == ["hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression qsgd:bits=4"], (
+        text
+    )
+    accuracies = re.findall(r"accuracy ([\d.]+)", text)
+    assert accuracies, text
+    assert float(accuracies[-1]) > 0.8
 
 
 # ---------------------------------------------------------------------------------------- a sweep

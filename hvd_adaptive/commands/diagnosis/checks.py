@@ -106,6 +106,16 @@ def all_ranks_meet(facts: Facts) -> Finding | None:
     )
 
 
+def distutils(facts: Facts) -> Finding | None:
+    """horovodrun can be imported."""
+    rank = facts.first
+    if rank.horovod_error or rank.distutils:
+        return None
+    what = "horovodrun imports distutils, which Python no longer has since 3.12; setuptools brings it"
+    severity: Severity = "note" if rank.launcher in ("mpirun", "srun") else "failure"
+    return Finding(severity, what, "pip install setuptools")
+
+
 def missing_mpi(facts: Facts) -> Finding | None:
     """Horovod has MPI."""
     rank = facts.first
@@ -329,6 +339,7 @@ CHECKS: Final[dict[str, Check]] = {
     "torch": torch_of_horovod,
     "versions": oldest_versions,
     "ranks": all_ranks_meet,
+    "distutils": distutils,
     "mpi": missing_mpi,
     "mpi4py": mpi4py,
     "hosts": equal_versions,

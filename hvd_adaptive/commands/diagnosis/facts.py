@@ -43,6 +43,7 @@ class RankFacts:
         local_size: of those, on this host; 0 where it is not known.
         versions: of packages, Python and hvd_adaptive; "none" where a package is missing.
         sources: hash of the kernels' sources.
+        distutils: whether there is the module that horovodrun imports, which Python lacks since 3.12.
         horovod_error: why ``horovod.torch`` cannot be used; empty where it can.
         horovod_torch: the torch that Horovod was built with; empty where it does not say.
         builds: what Horovod was built with.
@@ -73,6 +74,7 @@ class RankFacts:
     local_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
     sources: str = ""
+    distutils: bool = True
     horovod_error: str = ""
     horovod_torch: str = ""
     builds: Mapping[str, bool] = field(default_factory=dict)
@@ -166,6 +168,7 @@ def collect() -> RankFacts:
         local_size=launch.local_size or 0,
         versions=_versions(),
         sources=_tried(_hash_of_sources, ""),
+        distutils=importlib.util.find_spec("distutils") is not None,
         horovod_torch=_horovod_torch(),
         mpirun=_mpirun(),
         cores=launcher.cores(),
