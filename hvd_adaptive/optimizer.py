@@ -43,6 +43,7 @@ from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, Spec
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.elastic import ElasticReducer, follow, is_elastic
 from hvd_adaptive.engine.exchange import Exchange
+from hvd_adaptive.engine.known_costs import KnownCosts
 from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Plan, Recipe
@@ -234,6 +235,7 @@ def _reducer(
         obstacle,
     )
     exchange = Exchange(transport, meter, prefix, int(arguments.seed), hvd.rank())
+    costs = KnownCosts(transport, control, f"{prefix}.costs")
 
     name = f"{prefix}.plan"
     channel = functools.cache(lambda: open_channel(name, control, process_set))
@@ -250,22 +252,18 @@ def _reducer(
             options.candidates,
             exchange.codec_states.by_key,
             transport.topology.ranks_per_node,
-            CostMeasurement(
-                transport,
-                control,
-                f"{prefix}.costs",
-                checked.config.scheme_texts,
-                options.bucket_cap_bytes,
-            ),
+            CostMeasurement(costs, checked.config.scheme_texts, options.bucket_cap_bytes),
         )
 
     parts = (
         checked.named, checked.config, options, control, exchange, active, new_controller(),
     )  # fmt: skip
     if not elastic:
-        return Reducer(*parts, messages=ChannelControl(control, channel))
+        return Reducer(*parts, ChannelControl(control, channel), costs)
     return ElasticReducer(
         *parts,
+        None,
+        costs,
         agree=lambda: control.agree("DistributedOptimizer", lambda: checked, Checked.digest),
         new_controller=new_controller,
         configure=lambda size: meter.configuration(_configuration(checked.digest(), size)),

@@ -373,20 +373,20 @@ def check_shell_script(script: str, words: list[str]) -> None:
 
 
 def check_hva(words: list[str]) -> None:
-    """The command's name and options, and what ``hva run`` would start."""
+    """The command's name and options, and what ``hva run`` and ``hva predict`` would start."""
     from hvd_adaptive.commands import COMMANDS, parse_command
     from hvd_adaptive.commands.run import command_of
 
     if words[0] == "--help":
         return
     assert words[0] in COMMANDS, words[0]
-    if words == ["run"]:  # its name, in a sentence
+    if words in (["run"], ["predict"]):  # its name, in a sentence
         return
     try:
         _, options = parse_command(words[0], words[1:])
     except SystemExit as ended:
         pytest.fail(f"hva refuses {words}: status {ended.code}")
-    if words[0] == "run":
+    if words[0] in ("run", "predict") and options.command:
         started = command_of([word for word in options.command if word != "--"])
         check_python(started[1:])
 

@@ -27,7 +27,7 @@ import torch
 import hvd_adaptive as hva
 from benchmarks.harness import lab
 from benchmarks.report import report
-from benchmarks.workers.presets import Preset, prepare
+from benchmarks.workers.presets import Batch, Preset, prepare
 from hvd_adaptive import VirtualRanks
 from hvd_adaptive.comm.link_costs import LinkCosts
 
@@ -75,16 +75,7 @@ def train(
     started = time.perf_counter()
     for step in range(steps):
         preset.set_rate(step, steps, ranks, floor)
-        loss, gradients = 0.0, []
-        for batch in next(batches):
-            loss += preset.backward(batch) / ranks
-            gradients.append({name: p.grad for name, p in preset.model.named_parameters()})
-            preset.model.zero_grad(set_to_none=True)
-        virtual.reduce(gradients)
-        preset.clip()
-        preset.rule.step()
-        preset.rule.zero_grad(set_to_none=True)
-        losses.append(loss)
+        losses.append(one_step(preset, virtual, next(batches)))
         payloads.append(virtual.plan.wire_bytes)
         if step % SHOW_EVERY == SHOW_EVERY - 1 or step == steps - 1:
             seconds = (time.perf_counter() - started) / (step + 1)
@@ -107,6 +98,20 @@ def apart(arguments: Sequence[str]) -> dict[str, Any]:
         subprocess.run(command, cwd=lab.ROOT, check=True)
         found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def one_step(preset: Preset, virtual: VirtualRanks, batches: Sequence[Batch]) -> float:
+    """Train on one batch of each virtual rank; the mean loss."""
+    loss, gradients = 0.0, []
+    for batch in batches:
+        loss += preset.backward(batch) / len(batches)
+        gradients.append({name: p.grad for name, p in preset.model.named_parameters()})
+        preset.model.zero_grad(set_to_none=True)
+    virtual.reduce(gradients)
+    preset.clip()
+    preset.rule.step()
+    preset.rule.zero_grad(set_to_none=True)
+    return loss
 
 
 def main(arguments: list[str]) -> int:

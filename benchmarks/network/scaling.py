@@ -41,12 +41,12 @@ from benchmarks.network.scaling_model import (
     Point,
     ScaledMethod,
     Work,
-    byte_seconds,
     crossing,
     fit,
 )
 from benchmarks.report import report
 from hvd_adaptive import compressors
+from hvd_adaptive.comm.link_costs import seconds_of_byte
 from hvd_adaptive.compressors.base import (
     CastCompressor,
     GatheredCompressor,
@@ -315,7 +315,7 @@ def fits(found: Seconds) -> dict[str, dict[str, dict[str, float]]]:
             errors = [abs(line.error(point)) for point in held_out]
             result.setdefault(scheme, {})[network] = {
                 **asdict(line),
-                "rate": byte_seconds(rate) / line.beta if line.beta else 0.0,
+                "rate": seconds_of_byte(rate) / line.beta if line.beta else 0.0,
                 "fitted": len(fitted),
                 "held out": len(held_out),
                 "most ranks held out": max(point.ranks for point in held_out),
@@ -349,7 +349,7 @@ def carried_on(work: dict[str, Work], fixed: float, alpha: float) -> dict[str, A
     for model, elements in MODELS.items():
         buckets = max(1, round(4 * elements / BUCKET_BYTES))
         for rate_name, rate in FAR_RATES.items():
-            line = Line(fixed, alpha, byte_seconds(rate))
+            line = Line(fixed, alpha, seconds_of_byte(rate))
             rows = {
                 name: {
                     "network ms": 1e3 * method.network_seconds(FAR, elements, line, buckets),
@@ -539,7 +539,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     _plot_fits(left, figures)
     work = {name: Work(**each) for name, each in figures["work"].items()}
     rate_name, rate = "10 Gbit/s", FAR_RATES["10 Gbit/s"]
-    line = Line(figures["stated"]["fixed"], ALPHA, byte_seconds(rate))
+    line = Line(figures["stated"]["fixed"], ALPHA, seconds_of_byte(rate))
     elements = MODELS["25 M"]
     ranks = [2**power for power in range(1, 11)]
     for name, method in methods(work).items():

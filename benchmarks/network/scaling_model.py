@@ -15,9 +15,6 @@ import numpy as np
 
 from hvd_adaptive.collectives import SCHEMES
 
-TCP_SHARE = 0.95
-"""Of a link's rate; the rest are headers."""
-
 # --- collectives --------------------------------------------------------------------------------------
 
 
@@ -113,11 +110,6 @@ def fit(points: Sequence[Point]) -> Line:
     weights = wires / np.array([p.seconds**2 for p in points])
     volumes = weights * np.array([point.row[2] for point in points])
     return Line(0.0, 0.0, float(volumes @ (weights * wires) / max(volumes @ volumes, 1e-300)))
-
-
-def byte_seconds(rate: float) -> float:
-    """Seconds that TCP needs for a byte on a link of ``rate`` bit per second."""
-    return 8 / (TCP_SHARE * rate)
 
 
 # --- many ranks ---------------------------------------------------------------------------------------

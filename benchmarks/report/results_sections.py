@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report import report
+from benchmarks.report.results_forecasts import auto_grid, prediction
 from benchmarks.report.results_kernels import kernels, wire
 from benchmarks.report.results_markdown import (
     command,
@@ -288,7 +289,7 @@ def planning_cost() -> str:
         for name, row in cases.items()
     ]
     heading = [
-        "`lgreco:period=200` against none",
+        "`lgreco:period=200`, or `auto`, against none",
         "step",
         "measuring",
         "changes of plan",
@@ -837,6 +838,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "schemes": schemes,
     "automatic": automatic,
+    "auto_grid": auto_grid,
+    "prediction": prediction,
     "many_ranks": many_ranks,
     "long_runs": long_runs,
     "overhead": overhead,

@@ -106,7 +106,7 @@ class AdaptationController:
         self._sampler = Sampler(
             recipe, planner.needs, planner.factors, ranks, {} if states is None else states
         )
-        self._outlook = Outlook(measure_costs if Measurement.SIGNALS in planner.needs else None)
+        self.outlook = Outlook(measure_costs if Measurement.SIGNALS in planner.needs else None, planner)
         self.reasons: tuple[str, ...] = ()
         self._buckets: dict[str, int] = {}
         self._other_bytes = 0.0
@@ -158,7 +158,7 @@ class AdaptationController:
             for row, (_, _, scheme) in zip(known, layers, strict=True):
                 row.use_scheme(scheme, self._ranks)
             return
-        self._outlook.price([*(own for _, own, _ in layers), *self._alternatives])
+        self.outlook.price([*(own for _, own, _ in layers), *self._alternatives])
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
@@ -174,7 +174,7 @@ class AdaptationController:
         # a plan of other layers is of no use
         self._averages = self._table = self._trigger = None
         self._worker.forget()
-        self._outlook.plans = self._worker.planner.budget.plans
+        self.outlook.plans = self._worker.planner.budget.plans
         self._sampler.sampled = 0
         self._restore()
 
@@ -239,7 +239,7 @@ class AdaptationController:
         if np.isfinite(samples := self._meter.samples_per_step):
             facts = replace(facts, samples=samples)
         completions: list[Callable[[StepMeasurements], StepMeasurements]] = []
-        facts = self._outlook.added_to(facts)
+        facts = self.outlook.added_to(facts)
         if self._sampler.averages(step):
             averages = self._channel.mean(self._sampler.step_vector(step))
             factors = self._sampler.factors
@@ -272,11 +272,11 @@ class AdaptationController:
 
     def report_loss(self, loss: float) -> None:
         """The training loss of this step; that of the rank that plans counts."""
-        self._outlook.loss = loss
+        self.outlook.loss = loss
 
     def set_horizon(self, steps: int) -> None:
         """How many steps the whole training run has; what the rank that plans says counts."""
-        self._outlook.horizon = steps
+        self.outlook.horizon = steps
 
     # --- planning, on rank 0 ----------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class AdaptationController:
         buckets = np.array([self._buckets[name] for name in self._sampler.rows], dtype=np.int64)
         planner = self._worker.planner
         facts = self._sampler.planning_input(step, measured, buckets, self._other_bytes)
-        decision = planner.plan(replace(facts, costs=self._outlook.costs))
+        decision = planner.plan(replace(facts, costs=self.outlook.costs))
         tables = facts.own if decision.own else (facts.table,)
         choices = decision.own or (decision.levels,)
         measured_errors = Measurement.ERRORS in self._needs
@@ -391,10 +391,10 @@ class AdaptationController:
         self._factor = message.factor
         self._sampler.set_factors(message.factors, step)
         self._decided = True
-        self._outlook.plans += 1
+        self.outlook.plans += 1
         self.reasons = message.reasons
         if message.report.get("measure_again"):
-            self._outlook.price_again()
+            self.outlook.price_again()
         self._forecast.begin(message.report, step)
         _report(self._meter, message, step)
         return self.assignments() if message.changed else None
@@ -445,7 +445,7 @@ class AdaptationController:
         self._worker.planner.load_state_dict(state["planner"])
         self._factor = state["factor"]
         self._sampler.restore_factors(tuple(state["factors"]), int(state["factors_since"]))
-        self._outlook.plans = self._worker.planner.budget.plans - (state["message"] is not None)
+        self.outlook.plans = self._worker.planner.budget.plans - (state["message"] is not None)
         self._loaded = state
         if self._sampler.rows:
             self._restore()

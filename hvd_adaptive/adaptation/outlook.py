@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvd_adaptive.adaptation.base import MeasureCosts
+from hvd_adaptive.adaptation.step_trace import StepTrace
+from hvd_adaptive.collectives.measured_costs import MeasuredCosts
 from hvd_adaptive.compressors.base import Compressor
-from hvd_adaptive.planning import StepMeasurements
+from hvd_adaptive.planning import Planner, Recipe, StepMeasurements, format_recipe
+from hvd_adaptive.planning.budgets.auto import AutoBudget
 from hvd_adaptive.planning.step_time import StepCosts
 
 
@@ -16,31 +19,49 @@ class Outlook:
 
     Args:
         measure: measures compressors and network; None where no planner asks for that.
+        planner: of this rank, which makes plans on one of them.
     """
 
-    def __init__(self, measure: MeasureCosts | None) -> None:
-        self._measure = measure
+    def __init__(self, measure: MeasureCosts | None, planner: Planner) -> None:
+        self._measure, self._planner = measure, planner
         self._compressors: tuple[Compressor, ...] = ()
-        self.costs: StepCosts | None = None
+        self.measured: MeasuredCosts | None = None
         """Of compressors and network, the same on all ranks."""
         self.plans = 0
-        """How many plans have taken effect."""
+        """How many plans have taken effect; the same on all ranks."""
         self.loss: float | None = None
         """Of this step, where the user reports it."""
         self.horizon: int | None = None
         """Steps of the whole training run, where the user knows them."""
 
+    @property
+    def costs(self) -> StepCosts | None:
+        """What a step's parts cost among the ranks that there are."""
+        return None if self.measured is None else self.measured.step_costs()
+
     def price(self, compressors: Sequence[Compressor]) -> None:
-        """Measure what these cost, and the network; all ranks call it."""
+        """Measure what these cost, and the network where that is not known; all ranks call it."""
         self._compressors = tuple(dict.fromkeys(compressors))
-        self.price_again()
+        self._price(again=False)
 
     def price_again(self) -> None:
-        """Measure the same once more; all ranks call it."""
+        """Measure the network once more; all ranks call it."""
+        self._price(again=True)
+
+    def _price(self, again: bool) -> None:
         if self._measure is not None:
-            self.costs = self._measure(self._compressors)
+            self.measured = self._measure(self._compressors, again)
 
     def added_to(self, facts: StepMeasurements) -> StepMeasurements:
         """A step with what is known of it here; its loss is forgotten."""
         loss, self.loss = self.loss, None
         return replace(facts, plan=self.plans, loss=loss, horizon=self.horizon)
+
+    def trace(self) -> StepTrace | None:
+        """What the last plan of ``auto`` was made from, on the rank that plans; None elsewhere."""
+        budget, facts = self._planner.budget, self._planner.facts
+        if facts is None or self.measured is None or not isinstance(budget, AutoBudget):
+            return None
+        recipe = self._planner.allocator
+        assert isinstance(recipe, Recipe), recipe
+        return StepTrace.of(format_recipe(recipe), budget.dense, self.measured, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,34 @@ SMALL, LARGE = 256, 1 << 17
 REPEATS = 6
 LEAST_BYTE = 1e-11
 """Seconds of a byte that no memory is faster than: what noise may not hide."""
+
+
+CYCLE = 1e-3
+"""Seconds that Horovod's thread sleeps between two looks at what is to be done (its default)."""
+TCP_SHARE = 0.95
+"""Of a link's rate; the rest are headers."""
+
+
+def seconds_of_byte(rate: float) -> float:
+    """Seconds that TCP needs for a byte on a link of ``rate`` bit per second.
+
+    Example:
+        >>> f"{seconds_of_byte(1e9):.3g}"
+        '8.42e-09'
+    """
+    return 8 / (TCP_SHARE * rate)
+
+
+def small_seconds(seconds: float, ranks: int, others: int, cycle: float = CYCLE) -> float:
+    """Seconds of a small operation among other ranks: see :meth:`LinkCosts.at`, which goes by it.
+
+    Example:
+        >>> small_seconds(0.001, 2, 64), small_seconds(0.003, 2, 4)
+        (0.001, 0.005)
+    """
+    fixed = min(seconds, cycle)
+    rounds = [max(1.0, math.log2(max(1, each))) for each in (ranks, others)]
+    return fixed + (seconds - fixed) * rounds[1] / rounds[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +92,48 @@ class LinkCosts:
     def of_gigabit(cls) -> LinkCosts:
         """Of a 1 Gbit/s Ethernet: what is assumed where there is no network to measure."""
         return cls(2e-4, 2e-4, 8e-9, 8e-9)
+
+    def at(self, ranks: int, others: int, cycle: float = CYCLE) -> LinkCosts:
+        """The same network among another number of ranks, as many of them on each node.
+
+        What a byte on a link costs stays. A small operation takes Horovod's cycle, whoever takes part,
+        and messages that follow each other, as many as ``log2(ranks)``: MPI sends small ones along a
+        tree, or by recursive doubling.
+
+        Args:
+            ranks: among which this was measured.
+            others: among which it is wanted.
+            cycle: seconds of a small operation that do not grow with the ranks.
+
+        Example:
+            >>> LinkCosts(1.5e-3, 1.5e-3, 8e-9, 8e-9).at(4, 16).allgather
+            0.002
+        """
+        small = [small_seconds(each, ranks, others, cycle) for each in (self.allgather, self.alltoall)]
+        layers = self.layers
+        if layers is not None:
+            nodes, other_nodes = (each // layers.ranks_per_node for each in (ranks, others))
+            layers = replace(layers, peers=layers.peers.at(nodes, other_nodes, cycle))
+        return replace(self, allgather=small[0], alltoall=small[1], layers=layers)
+
+    def with_rate(self, rate: float, ranks_per_node: int = 1) -> LinkCosts:
+        """The same among hosts whose links have another rate; what stays in a node costs as before.
+
+        Args:
+            rate: bits per second of a host's link in one direction.
+            ranks_per_node: that share it. One ring passes each link once, but what all ranks exchange
+                with all passes it at the same time.
+
+        Example:
+            >>> print(LinkCosts.of_gigabit().with_rate(1e8))
+            allgather 0.2 ms + 95 Mbit/s, alltoall 0.2 ms + 95 Mbit/s
+        """
+        byte = seconds_of_byte(rate)
+        layers = self.layers
+        if layers is not None:
+            layers = replace(layers, peers=layers.peers.with_rate(rate / layers.ranks_per_node))
+        shared = byte * ranks_per_node
+        return replace(self, allgather_byte=byte, alltoall_byte=shared, layers=layers)
 
     def __str__(self) -> str:
         rates = [8e-6 / each for each in (self.allgather_byte, self.alltoall_byte)]

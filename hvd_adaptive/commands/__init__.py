@@ -19,6 +19,7 @@ import hvd_adaptive
 
 COMMANDS: Final = {
     "run": "train an unchanged Horovod script with compressed gradients",
+    "predict": "predict a script's step time with each compressor, on more ranks and other links",
     "doctor": "report versions, hosts and links, and what would make training fail or slow",
     "report": "write one HTML page about one or several training runs",
     "trace": "merge traces of ranks, and Horovod's timeline, into one file",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 BOOTSTRAP: Final = Path(__file__).resolve().parent / "bootstrap"
+PROGRAM: Final = "hva run"
 VARIABLE: Final = "HVA_RUN"
 """Environment variable with what was asked for, for one process; sitecustomize.py removes it."""
 
@@ -77,22 +78,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Become the script; returns only where that cannot be done, with status 2."""
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
-        command = command_of(words)
+        command = command_of(script_words(options.command))
     except ValueError as error:
-        return _refused(str(error))
-    os.environ.update(environment_of(_settings(options, command), os.environ))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return _become(command)
+        return refused(str(error))
+    return become(command, _settings(options, command))
 
 
-def command_of(words: Sequence[str]) -> list[str]:
+def script_words(command: Sequence[str]) -> list[str]:
+    """What stands after ``--``."""
+    return list(command[1:] if command[:1] == ["--"] else command)
+
+
+def command_of(words: Sequence[str], program: str = PROGRAM) -> list[str]:
     """The command line that is started.
 
     Args:
         words: what stands after ``--``.
+        program: the command that is to start it.
 
     Raises:
         ValueError: it is no script; the message says what to write.
@@ -108,22 +111,22 @@ def command_of(words: Sequence[str]) -> list[str]:
         ValueError: srun starts the ranks...: write 'srun hva run [OPTIONS] -- python train.py'
     """
     if not words:
-        raise ValueError("which script? Write 'hva run [OPTIONS] -- python train.py'")
-    program = os.path.basename(words[0])
-    if program in LAUNCHERS:
+        raise ValueError(f"which script? Write '{program} [OPTIONS] -- python train.py'")
+    name = os.path.basename(words[0])
+    if name in LAUNCHERS:
         place = next(
             (i for i, word in enumerate(words) if re.match(r"python|.*\.py$", word)), len(words)
         )
         before, script = " ".join(words[:place]), " ".join(words[place:]) or "python train.py"
         raise ValueError(
-            f"{program} starts the ranks, and this command runs in each: write '{before} hva run "
+            f"{name} starts the ranks, and this command runs in each: write '{before} {program} "
             f"[OPTIONS] -- {script}'"
         )
     if words[0].startswith("-"):
-        raise ValueError(f"{words[0]} is no option of this command: see 'hva run --help'")
-    if program.endswith(".py"):
+        raise ValueError(f"{words[0]} is no option of this command: see '{program} --help'")
+    if name.endswith(".py"):
         return [sys.executable, *words]
-    if re.fullmatch(r"python[\d.]*", program):
+    if re.fullmatch(r"python[\d.]*", name):
         _check_flags(words)
     return list(words)
 
@@ -172,16 +175,28 @@ def _override(text: str) -> tuple[str, str]:
     return pattern, spec
 
 
-def _become(command: list[str]) -> int:
-    program = shutil.which(command[0])
-    if program is None:
-        return _refused(f"there is no command {command[0]!r}: write 'hva run -- python train.py'")
+def become(command: list[str], settings: Mapping[str, Any], program: str = PROGRAM) -> int:
+    """Become a script whose Horovod is replaced; returns only where that cannot be, with status 2.
+
+    Args:
+        command: its command line.
+        settings: as of :func:`environment_of`.
+        program: the command that starts it.
+    """
+    os.environ.update(environment_of(settings, os.environ))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    path = shutil.which(command[0])
+    if path is None:
+        why = f"there is no command {command[0]!r}: write '{program} -- python train.py'"
+        return refused(why, program)
     try:
-        os.execv(program, command)
+        os.execv(path, command)
     except OSError as error:
-        return _refused(f"{command[0]} cannot be started: {error.strerror}")
+        return refused(f"{command[0]} cannot be started: {error.strerror}", program)
 
 
-def _refused(why: str) -> int:
-    print(f"hva run: {why}", file=sys.stderr)
+def refused(why: str, program: str = PROGRAM) -> int:
+    """Say so; the exit status of a wrong command line."""
+    print(f"{program}: {why}", file=sys.stderr)
     return 2

@@ -1,11 +1,11 @@
-"""What ``hva run`` puts in the place of Horovod's functions."""
+"""What ``hva run`` and ``hva predict`` put in the place of Horovod's functions."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from hvd_adaptive.arguments import from_horovod
 from hvd_adaptive.collectives import reduces_in_nodes
 from hvd_adaptive.comm.startup import NICENESS
 from hvd_adaptive.comm.startup import init as start
+from hvd_adaptive.commands.rehearsal import Rehearsal
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.optimizer import DistributedOptimizer
 
@@ -24,11 +25,15 @@ def install(hvd: ModuleType, settings: Mapping[str, Any], replaced: list[str]) -
     Args:
         hvd: the module ``horovod.torch``, just loaded.
         settings: ``arguments`` of :func:`hvd_adaptive.DistributedOptimizer` that go before the
-            script's; ``niceness`` of :func:`hvd_adaptive.init`, or None.
+            script's; ``niceness`` of :func:`hvd_adaptive.init`, or None; ``rehearsal`` where the
+            script is to end after some steps, with settings of
+            :class:`~hvd_adaptive.commands.rehearsal.Rehearsal`; ``program``, which speaks.
         replaced: gets a line for each call of the script, also one that was refused.
     """
     arguments: dict[str, Any] = dict(settings["arguments"])
-    wrap = _Wrapping(hvd, arguments, replaced)
+    rehearsal = settings.get("rehearsal")
+    watch = None if rehearsal is None else Rehearsal(hvd, rehearsal).watch
+    wrap = _Wrapping(hvd, arguments, replaced, settings.get("program", "hva run"), watch)
     for module in (hvd, sys.modules["horovod.torch.optimizer"]):
         module.DistributedOptimizer = wrap.function()  # type: ignore[attr-defined]
     niceness = NICENESS if settings["niceness"] is None else int(settings["niceness"])
@@ -59,9 +64,19 @@ class _Wrapping:
         hvd: the module ``horovod.torch``.
         arguments: those that go before the script's.
         replaced: gets a line for each call.
+        program: that speaks.
+        watch: gets each optimizer that was made.
     """
 
-    def __init__(self, hvd: ModuleType, arguments: dict[str, Any], replaced: list[str]) -> None:
+    def __init__(
+        self,
+        hvd: ModuleType,
+        arguments: dict[str, Any],
+        replaced: list[str],
+        program: str,
+        watch: Callable[[Any], None] | None,
+    ) -> None:
+        self._program, self._watch = program, watch
         self._hvd = hvd
         self._stock = hvd.DistributedOptimizer
         self._signature = inspect.signature(self._stock)
@@ -87,6 +102,8 @@ class _Wrapping:
             # it judges its arguments on all ranks together, so all of them end here
             self._say(str(error))
             raise SystemExit(2) from None
+        if self._watch is not None:
+            self._watch(optimizer)
         self._say(f"hvd.DistributedOptimizer is hvd_adaptive's: {self._description(given)}")
         return optimizer
 
@@ -110,7 +127,7 @@ class _Wrapping:
         """A line of rank 0, which is then the last word: nothing is said of what was not replaced."""
         self._replaced.append(text)
         if self._hvd.rank() == 0:
-            print(f"hva run: {text}", file=sys.stderr, flush=True)
+            print(f"{self._program}: {text}", file=sys.stderr, flush=True)
 
 
 def _spec(compression: Any) -> str:

@@ -283,6 +283,7 @@ class ElasticReducer(Reducer):
     def _plan_again(self) -> None:
         """What a planner has measured, and has under way, is of ranks that are no longer these."""
         self._layout.config = replace(self._layout.config, planned={}, sums={})
+        self._layout.forget_costs()  # of which ranks that have just joined know nothing
         self._layout.controller = self._new_controller()
 
     def _reunite(self, meeting: _Meeting, fresh: bool) -> None:
@@ -305,7 +306,7 @@ class ElasticReducer(Reducer):
 
     def _tell(self, meeting: _Meeting) -> None:
         """Say on rank 0, once, what has changed."""
-        news = meeting.news(self._controller.plans)
+        news = meeting.news(self.controller.plans)
         if not news or self._control.rank != 0:
             return
         print(f"hvd_adaptive: step {self.steps}: {news}", file=sys.stderr, flush=True)

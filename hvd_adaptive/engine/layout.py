@@ -17,6 +17,7 @@ from hvd_adaptive.config import CompressionConfig, ReducerOptions
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.feedback_states import FeedbackStates
 from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.engine.known_costs import KnownCosts
 from hvd_adaptive.engine.launch_order import LaunchOrder
 from hvd_adaptive.engine.layer_agreement import agree_on_layers, report_layers
 from hvd_adaptive.engine.learning_rates import LearningRates
@@ -69,6 +70,7 @@ class Layout:
         progress: how far the run is.
         controller: changes levels during training.
         messages: agreement on plans.
+        costs: of network and compressors, where others go by them, too.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Layout:
         progress: Progress,
         controller: Controller,
         messages: Control,
+        costs: KnownCosts | None = None,
     ) -> None:
         self.config = config
         """The compressors, with what a planner has assigned."""
@@ -99,7 +102,8 @@ class Layout:
         self._feedback = feedback
         self._progress = progress
         self._agreed_ranks = 0
-        self._schemes = SchemeChoice(exchange.transport, control, f"{exchange.prefix}.schemes")
+        self._costs = costs or KnownCosts(exchange.transport, control, f"{exchange.prefix}.costs")
+        self._schemes = SchemeChoice(self._costs)
         layers = hooks.layers()
         config.check_patterns([layer.name for layer in layers])
         self.plan: Plan = make_plan(layers, routes_of(config, layers, self.sparse), version=0, step=0)
@@ -132,16 +136,20 @@ class Layout:
         self._exchange.load_shards(found)
 
     def costs_dict(self) -> dict[str, Any] | None:
-        """See :meth:`SchemeChoice.state_dict`."""
-        return self._schemes.state_dict()
+        """See :meth:`KnownCosts.state_dict`."""
+        return self._costs.state_dict()
 
     def load_costs(self, found: Mapping[str, Any] | None) -> None:
         """Use them from the next :meth:`build` on."""
-        self._schemes.load_state_dict(found)
+        self._costs.load_state_dict(found)
+
+    def forget_costs(self) -> None:
+        """Measure the network again before it is next asked for; all ranks call it."""
+        self._costs.forget_network()
 
     def forget_ranks(self) -> None:
         """Ranks must agree again."""
-        self._schemes.forget_ranks()
+        self.forget_costs()
         self._agreed_ranks = 0
 
     def agree(self, arrivals: Sequence[int], seen_sparse: set[str]) -> None:

@@ -22,6 +22,7 @@ from hvd_adaptive.engine.ballot import Ballot
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.feedback_states import FeedbackStates
 from hvd_adaptive.engine.hooks import GradientHooks
+from hvd_adaptive.engine.known_costs import KnownCosts
 from hvd_adaptive.engine.labels import labeled
 from hvd_adaptive.engine.layer_agreement import refuse_dropped
 from hvd_adaptive.engine.layout import Layout, Progress
@@ -53,6 +54,7 @@ class Reducer:
         active: False on a rank that communicates with nobody; it then does nothing at all.
         controller: changes levels during training; by default nothing does.
         messages: agreement on what is learned and planned; by default ``control``.
+        costs: of network and compressors, where the controller goes by them, too.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Reducer:
         active: bool = True,
         controller: Controller | None = None,
         messages: Control | None = None,
+        costs: KnownCosts | None = None,
     ) -> None:
         self._active = active
         self._options = options
@@ -91,26 +94,26 @@ class Reducer:
             self.add(name, parameter)
         self._layout = Layout(
             self._hooks, config, options, control, exchange, self._feedback, self._progress,
-            controller or NullController(), self._messages,
+            controller or NullController(), self._messages, costs,
         )  # fmt: skip
-        self._controller.use_second_moments(self.second_moments.of)
+        self.controller.use_second_moments(self.second_moments.of)
 
     @property
     def plan(self) -> Plan:
         """What every layer does now, and why."""
         plan = self._layout.plan
-        return replace(plan, reasons=(*self._controller.reasons, *plan.reasons))
+        return replace(plan, reasons=(*self.controller.reasons, *plan.reasons))
 
     def report_loss(self, loss: float) -> None:
         """The training loss of this step, which a planner may watch."""
-        self._controller.report_loss(loss)
+        self.controller.report_loss(loss)
 
     def set_horizon(self, steps: int) -> None:
         """How many steps the whole training run has, for planners that look ahead."""
-        self._controller.set_horizon(steps)
+        self.controller.set_horizon(steps)
 
     @property
-    def _controller(self) -> Controller:
+    def controller(self) -> Controller:
         return self._layout.controller
 
     def set_param_groups(self, param_groups: Callable[[], list[dict[str, Any]]]) -> None:
@@ -163,7 +166,7 @@ class Reducer:
     @property
     def _waits_for_all(self) -> bool:
         """Whether all gradients must have arrived before the first bucket is launched."""
-        return self._controller.exact or self._feedback.must_observe_all
+        return self.controller.exact or self._feedback.must_observe_all
 
     def _begin(self) -> None:
         """A step begins: follow parameters that were frozen or unfrozen since the last one."""
@@ -192,7 +195,7 @@ class Reducer:
             self._exchange.start(bucket, [self._gradients.sparse(bucket.layers[0])])
             return
         grads = self._dense_gradients(bucket)
-        if not self._controller.exact:
+        if not self.controller.exact:
             self._show(bucket, grads)
         self._feedback.add_carried(bucket.layers, grads)
         self._exchange.start(bucket, grads)
@@ -202,7 +205,7 @@ class Reducer:
 
     def _show(self, bucket: Bucket, grads: Sequence[Tensor]) -> None:
         """Let the controller observe what is about to be compressed."""
-        controller = self._controller
+        controller = self.controller
         if controller.observes(self.rounds):
             local, whole = self._feedback.preview(bucket, grads, controller.sees_feedback)
             sent = self._compress_before_launch(bucket, whole)
@@ -212,7 +215,7 @@ class Reducer:
 
     def _compress_before_launch(self, bucket: Bucket, x: Sequence[Tensor]) -> Float64s | None:
         """Compress to every level that the controller decides between; None where it does not wait."""
-        chain = self._controller.chain(bucket.layers)
+        chain = self.controller.chain(bucket.layers)
         if chain is None or not self._feedback.previews_exactly(bucket):
             return None
         states = self._codecs.by_key
@@ -222,7 +225,7 @@ class Reducer:
         """Launch what has not been launched, and wait for everything."""
         buckets = self._layout.buckets
         assert buckets is not None
-        if self._controller.exact and self._layout.launches.untouched:
+        if self.controller.exact and self._layout.launches.untouched:
             self._decide_before_launch(buckets)
         if self._feedback.must_observe_all:
             self._feedback.observe_all(self._layout.buckets or (), self._gradients.dense)
@@ -237,7 +240,7 @@ class Reducer:
         for bucket in buckets:
             if bucket.kind is not PayloadKind.SPARSE:
                 self._show(bucket, self._dense_gradients(bucket))
-        self._layout.switch(self._controller.decide_before_launch(self.rounds))
+        self._layout.switch(self.controller.decide_before_launch(self.rounds))
 
     # --- the end of a step ------------------------------------------------------------------------
 
@@ -294,12 +297,12 @@ class Reducer:
         if self._layout.buckets is None:
             self._lay_out_first()
         dropped = self._vote()
-        if self._controller.exact:
+        if self.controller.exact:
             self._require_all_ranks()  # it decides before anything is sent
         self._complete()
         self._feedback.return_carried(self._gradients.result)
         outcome = self._ballot.outcome()
-        if self._controller.plans or outcome["adapt"] or self._codecs.collecting:
+        if self.controller.plans or outcome["adapt"] or self._codecs.collecting:
             self._require_all_ranks()
         if outcome["adapt"]:
             self._adapt()
@@ -311,8 +314,7 @@ class Reducer:
 
     def _vote(self) -> list[str]:
         """Report what this rank has met in this step, and ask for what rank 0's planner wants."""
-        dropped = self._gradients.dropped()
-        wanted = self._controller.votes(self.rounds)
+        dropped, wanted = self._gradients.dropped(), self.controller.votes(self.rounds)
         self._ballot.cast(
             self.rounds,
             adapt=self._parameters_changed,
@@ -332,11 +334,11 @@ class Reducer:
     def _follow(self, collect: bool, ready: bool) -> None:
         """Do what rank 0's planner asks for."""
         rate = max(self._rates.last, default=None)
-        self._controller.end_step(self.rounds, rate, self._exchange.timings)
+        self.controller.end_step(self.rounds, rate, self._exchange.timings)
         if collect:
-            self._controller.start_collection(self.rounds)
+            self.controller.start_collection(self.rounds)
         if ready:
-            self._layout.switch(self._controller.apply_decision(self.rounds))
+            self._layout.switch(self.controller.apply_decision(self.rounds))
 
     def _lay_out_first(self) -> None:
         """Agree on the layers, and build their buckets."""

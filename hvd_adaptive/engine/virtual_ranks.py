@@ -14,7 +14,7 @@ from hvd_adaptive import planning
 from hvd_adaptive.adaptation.automatic import expand
 from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.adaptation.controller import AdaptationController
-from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.adaptation.step_trace import StepTrace
 from hvd_adaptive.comm.control_channel import ChannelControl
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
@@ -29,6 +29,7 @@ from hvd_adaptive.config import (
 )
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.exchange import Exchange
+from hvd_adaptive.engine.known_costs import KnownCosts
 from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.feedback import Feedback
 from hvd_adaptive.planning import Plan, Recipe
@@ -117,6 +118,7 @@ class VirtualRanks:
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
             exchange = Exchange(rank.transport(op), Meter(), "local", seed, rank.rank)
             control = rank.control("local.control")
+            costs = KnownCosts(exchange.transport, control, "local.costs")
             controller: Controller = NullController()
             if options.planner is not None:
                 controller = AdaptationController(
@@ -125,30 +127,27 @@ class VirtualRanks:
                     options.candidates,
                     exchange.codec_states.by_key,
                     exchange.transport.topology.ranks_per_node,
-                    self._costs(exchange, control, choice, options, compute_seconds),
+                    self._costs(costs, choice, options, compute_seconds),
                 )
             messages = ChannelControl(control, lambda: rank.channel("local.messages"))
-            reducer = Reducer(own, choice, options, control, exchange, True, controller, messages)
+            parts = own, choice, options, control, exchange, True, controller, messages, costs
+            reducer = Reducer(*parts)
             reducer.set_param_groups(lambda: _as_groups_of(own, self._named, param_groups()))
-            moments = reducer.second_moments
-            moments.state = lambda: _as_state_of(own, self._named, optimizer_state())
+            reducer.second_moments.state = lambda: _as_state_of(own, self._named, optimizer_state())
             return _Member(own, reducer)
 
         self._members = self.group.run(build)
 
     def _costs(
         self,
-        exchange: Exchange,
-        control: Control,
+        known: KnownCosts,
         choice: CompressionConfig,
         options: ReducerOptions,
         compute_seconds: float,
     ) -> CostMeasurement:
         """Of the compressors here, and of the network that is assumed."""
         return CostMeasurement(
-            exchange.transport,
-            control,
-            "local.costs",
+            known,
             choice.scheme_texts,
             options.bucket_cap_bytes,
             self.group.link,
@@ -198,6 +197,11 @@ class VirtualRanks:
     def plan(self) -> Plan:
         """Compressor, level and bytes of every layer, on rank 0."""
         return self._members[0].reducer.plan
+
+    def trace(self) -> StepTrace | None:
+        """What the last plan of ``auto`` was made from; None before there is one, and without it."""
+        outlook = self._members[0].reducer.controller.outlook
+        return None if outlook is None else outlook.trace()
 
     def compression_state_dicts(self) -> list[dict[str, Any]]:
         """Every rank's compression state."""

@@ -24,7 +24,7 @@ mean; the two batch sizes are one rank's and all ranks'.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,16 @@ class GradientSignals:
     payloads: tuple[Float64s, ...]
     unbiased: tuple[npt.NDArray[np.bool_], ...]
     densities: tuple[Float64s, ...]
+
+    def at(self, ranks: int, others: int) -> GradientSignals:
+        """The same gradients with another number of ranks: their mean has more noise, or less.
+
+        Args:
+            ranks: of which these are.
+            others: of which they are wanted.
+        """
+        signal, noise = noise_of(self.energy, self.mean_energy, ranks)
+        return replace(self, mean_energy=signal + noise / max(1, others))
 
 
 def noise_of(energy: Float64s, mean_energy: Float64s, ranks: int) -> tuple[Float64s, Float64s]:

@@ -176,11 +176,12 @@ class TimeLimits(Limits):
             bounds = eased**2 * self.max_delay, eased * self.max_noise
             thorough = group is families and eased == 1.0
             found = least_cost(prices, delays, noises, *bounds, thorough=thorough)
-            if found.choice.tobytes() not in seen:
-                seen.add(found.choice.tobytes())
-                made = self.of(found.choice)
-                if not made.dense:
-                    yield replace(made, gap=found.gap)
+            made = self.of(found.choice)
+            if found.choice.tobytes() not in seen and not made.dense:
+                yield replace(made, gap=found.gap)
+            seen.add(found.choice.tobytes())
+            if len(group) == 1 and eased == 1.0:
+                yield from self._joined(made, group[0])
 
     @staticmethod
     def _searches(groups: list[list[str]], hidden: float) -> Iterator[tuple[list[str], float, float]]:
@@ -189,6 +190,30 @@ class TimeLimits(Limits):
         if hidden < 1.0:
             yield groups[0], hidden, 1.0
         yield from ((groups[0], 1.0, eased) for eased in EASED)
+
+    def _joined(self, found: Contender, family: str) -> Iterator[Contender]:
+        """The same with its dense layers compressed as well, if that keeps the limits.
+
+        Small layers are dense where their bytes are not worth it, but then take an operation of their
+        own, which no price of a layer says. They get the level that loses least.
+        """
+        choice = found.choice.copy()
+        for layer, specs in enumerate(self.model.specs):
+            if specs[choice[layer]] == family:
+                continue
+            delays, noises = self.delays[layer], self.noises[layer]
+            able = [
+                index
+                for index, spec in enumerate(specs)
+                if spec == family and np.isfinite(delays[index]) and np.isfinite(noises[index])
+            ]
+            if not able:
+                return
+            choice[layer] = min(able, key=lambda each: (delays[each], noises[each]))
+        delay, noise = self.weighed(choice)
+        if delay <= self.max_delay and noise <= self.max_noise and (choice != found.choice).any():
+            made = self.of(choice)
+            yield Contender(made.name, choice, made.parts, made.seconds, False, found.gap)
 
 
 def _picked(rows: Sequence[Float64s], choice: Int64s) -> Float64s:

@@ -169,6 +169,8 @@ class Planner:
         self._pricing = pricing or Pricing()
         self._metric = metric
         self._costs = OnlineCosts()
+        self.facts: PlanningInput | None = None
+        """What the last decision was made from."""
         self._last: int | None = None
         self._next = 0
         self._trial = 0
@@ -207,7 +209,7 @@ class Planner:
         Raises:
             ValueError: facts that are missing or do not fit the layers.
         """
-        self._last = facts.step
+        self._last, self.facts = facts.step, facts
         tries = self._trial < self._pricing.trials
         if tries and self._pricing.trial_plans == "levels":
             return self._random_levels(facts)

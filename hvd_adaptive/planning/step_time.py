@@ -30,6 +30,7 @@ __all__ = [
     "StepCosts",
     "StepModel",
     "StepSeconds",
+    "arrival_order",
     "calibrated",
     "dense_step",
     "spread",
@@ -271,6 +272,19 @@ class StepModel:
 # --- from what steps have shown -------------------------------------------------------------------
 
 
+def arrival_order(buckets: Int64s) -> Int64s:
+    """Layers in the order in which their gradients arrive: within a bucket, the last come first.
+
+    Args:
+        buckets: ``int64[L]``: of each layer, in launch order.
+
+    Example:
+        >>> arrival_order(np.array([1, 0, 0])).tolist()
+        [2, 1, 0]
+    """
+    return np.lexsort((-np.arange(len(buckets)), buckets)).astype(np.int64)
+
+
 def spread(seconds: float, numel: Int64s, order: Int64s) -> Float64s:
     """When gradients arrive, where nobody has seen it: in the last two thirds, by their elements.
 
@@ -339,27 +353,45 @@ def dense_step(
 
 _MOST_NETWORK = 16.0
 """By what factor a network may be slower, or faster, than its measured costs say."""
+_NO_DIFFERENCE = 5e-4
+"""Share of a step's seconds that explains nothing."""
 
 
 def calibrated(model: StepModel, choice: Int64s, seconds: float, computing: float) -> StepModel:
     """The model that foresees for a choice what its steps have taken.
 
     Computing is what steps did not wait for, without compressing. The factor of the network is the one
-    with which the rest is exposed.
+    with which the rest is exposed; of several, as where all communication is hidden, the nearest to 1.
 
     Args:
         model: as measured.
         choice: what the steps did.
         seconds: of one of them.
         computing: of these, those that were not exposed communication.
+
+    Example:
+        >>> costs = StepCosts({"x": CompressorCosts("x", 0.0, (SchemeCosts("s", 0.0, 1.0),), True)}, 2)
+        >>> numel, order = np.array([1]), np.array([0])
+        >>> model = StepModel(costs, 0.0, np.zeros(1), order, numel, (("x",),), (np.array([2.0]),))
+        >>> found = calibrated(model, np.array([0]), seconds=7.0, computing=1.0)
+        >>> found.compute, round(found.network, 2)
+        (1.0, 3.0)
     """
     work = model.seconds(choice)
     model = replace(model, compute=max(0.0, computing - work.compress - work.decompress))
-    wanted = max(0.0, seconds - computing)
-    low, high = 1 / _MOST_NETWORK, _MOST_NETWORK
+    wanted, slack = max(0.0, seconds - computing), _NO_DIFFERENCE * seconds
+
+    def exposed(factor: float) -> float:
+        return replace(model, network=factor).seconds(choice).exposed
+
+    off = exposed(1.0) - wanted
+    if abs(off) <= slack:
+        return replace(model, network=1.0)
+    low, high = (1 / _MOST_NETWORK, 1.0) if off > 0 else (1.0, _MOST_NETWORK)
+    bound = wanted + math.copysign(slack, off)
     for _ in range(24):
         factor = math.sqrt(low * high)
-        if replace(model, network=factor).seconds(choice).exposed < wanted:
+        if exposed(factor) < bound:
             low = factor
         else:
             high = factor

@@ -39,7 +39,7 @@ class Training:
 
     @property
     def budget(self) -> ThroughputBudget:
-        budget = self.virtual._members[0].reducer._controller._worker.planner.budget
+        budget = self.virtual._members[0].reducer.controller._worker.planner.budget
         assert isinstance(budget, ThroughputBudget)
         return budget
 

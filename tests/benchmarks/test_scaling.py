@@ -11,6 +11,7 @@ import pytest
 from benchmarks.harness import lab
 from benchmarks.network import scaling
 from benchmarks.network import scaling_model as model
+from hvd_adaptive.comm.link_costs import seconds_of_byte
 
 
 def points(line: model.Line, collective: str, operations: int = 1) -> list[model.Point]:
@@ -120,7 +121,7 @@ def measured(line: model.Line) -> scaling.Seconds:
 
 
 def test_a_true_model_has_no_error_on_the_ranks_and_the_payload_that_it_has_not_seen() -> None:
-    found = scaling.fits(measured(model.Line(0.0, 0.0, model.byte_seconds(200e6))))
+    found = scaling.fits(measured(model.Line(0.0, 0.0, seconds_of_byte(200e6))))
     assert set(found) == set(scaling.COLLECTIVES)
     for networks in found.values():
         row = networks["200mbit"]
@@ -130,7 +131,7 @@ def test_a_true_model_has_no_error_on_the_ranks_and_the_payload_that_it_has_not_
 
 
 def test_fits_see_at_most_4_ranks_and_not_the_payload_of_the_trial() -> None:
-    found = measured(model.Line(0.0, 0.0, model.byte_seconds(200e6)))
+    found = measured(model.Line(0.0, 0.0, seconds_of_byte(200e6)))
     fitted, held_out = scaling.divide(found, "200mbit", "allgather")
     assert {point.ranks for point in fitted} == {2, 4}
     assert scaling.HELD_OUT_SIZE["allgather"] not in {point.nbytes for point in fitted}

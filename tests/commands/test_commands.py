@@ -46,14 +46,14 @@ def test_every_command_has_a_heading_in_its_page(name: str) -> None:
 def test_an_unknown_command_is_refused_with_the_known_ones() -> None:
     done = hva("docter")
     assert done.returncode == 2
-    assert "there is no command 'docter': write one of run, doctor," in done.stderr
+    assert "there is no command 'docter': write one of run, predict, doctor," in done.stderr
 
 
 def test_starting_the_command_does_not_import_torch() -> None:
     """In each of 16 ranks that would take seconds, before the script imports it again."""
     program = (
         "import sys\nfrom hvd_adaptive.commands import main\nmain(['--version'])\n"
-        "from hvd_adaptive.commands import run\nassert run.run\n"
+        "from hvd_adaptive.commands import predict, run\nassert run.run and predict.run\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -97,7 +97,7 @@ def test_a_run_continues_from_its_state(slow: None) -> None:
 def test_costs_are_measured_and_are_the_same_on_all_ranks() -> None:
     model, optimizer = make("auto:period=8")
     train(optimizer, model, range(30))
-    costs = optimizer._reducer._controller._outlook.costs
+    costs = optimizer._reducer.controller.outlook.costs
     assert not costs.assumed
     assert set(costs.compressors) == {"topk", "qsgd", "fp16", "none"}
     lines = [line for row in costs.compressors.values() for line in row.schemes]

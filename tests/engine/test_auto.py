@@ -13,7 +13,10 @@ hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 from hvd_adaptive import VirtualRanks  # noqa: E402
 from hvd_adaptive.adaptation.automatic import expand  # noqa: E402
 from hvd_adaptive.comm.link_costs import LinkCosts  # noqa: E402
+from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
+from hvd_adaptive.engine.cost_measurement import CostMeasurement  # noqa: E402
+from hvd_adaptive.engine.known_costs import KnownCosts  # noqa: E402
 from hvd_adaptive.planning import Auto, Plan  # noqa: E402
 
 SLOW = LinkCosts(2e-4, 2e-4, 8e-7, 8e-7)  # 10 Mbit/s
@@ -134,3 +137,44 @@ def test_dense_candidates_are_added_once() -> None:
     named = [parse("fp16"), "qsgd"]
     assert expand("topk", "auto", named, "allgather", "allgather").candidates == (*named, "none")
     assert expand("topk", "lgreco", named, "allgather", "allgather").candidates == named
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+def test_the_network_is_measured_once_for_schemes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measure(self: LocalTransport, prefix: str) -> LinkCosts:
+        asked.append(prefix)
+        return SLOW
+
+    monkeypatch.setattr(LocalTransport, "link_costs", measure)
+    ranks, plans, _ = train(SLOW, 60)
+    assert any(row.scheme in ("allgather", "two_shot") for row in plans[-1])  # chosen for buckets, too
+    assert len(asked) == RANKS
+    trace = ranks.trace()
+    assert trace is not None
+    assert trace.measured.link == SLOW
+    assert trace.ranks == RANKS
+
+
+def test_what_is_measured_again_counts_for_schemes_and_seconds_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = iter([SLOW, SLOW, FAST, FAST])
+    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: next(links))
+
+    def work(rank: LocalRank) -> tuple[LinkCosts, LinkCosts, LinkCosts, list[str]]:
+        known = KnownCosts(rank.transport(), rank.control("c"), "costs")
+        measurement = CostMeasurement(known, ("auto",), 25e6)
+        compressors = [parse("qsgd:bits=4"), parse("fp16"), parse("powersgd")]
+        first = measurement(compressors, False)
+        kept = measurement(compressors, False)
+        fresh = measurement(compressors, True)
+        assert fresh.codecs["qsgd"] == known.codec(parse("qsgd:bits=4"))
+        return first.link, kept.link, known.link(), list(fresh.codecs)
+
+    found = LocalGroup(2).run(work)
+    assert all(each[:3] == (SLOW, SLOW, FAST) for each in found)
+    assert found[0][3] == ["qsgd", "fp16", "powersgd"]

@@ -21,7 +21,7 @@ from hvd_adaptive.comm.local_group import LocalGroup, LocalTransport  # noqa: E4
 from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
-from hvd_adaptive.engine import scheme_choice  # noqa: E402
+from hvd_adaptive.engine import known_costs  # noqa: E402
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
 ETHERNET = LinkCosts(5e-4, 5e-4, 4e-8, 4e-8)  # 200 Mbit/s
@@ -72,7 +72,7 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch, ranks: int, link: LinkCosts, **options: object
 ) -> VirtualRanks:
     monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: link)
-    monkeypatch.setattr(scheme_choice, "measure_codec", lambda compressor: QUICK)
+    monkeypatch.setattr(known_costs, "measure_codec", lambda compressor: QUICK)
     options = {"compression": "qsgd:bits=4", "bucket_cap_mb": 0.1, "scheme": "auto", **options}
     group = VirtualRanks(ranks, Layers().named_parameters(), **options)  # type: ignore[arg-type]
     group.reduce([gradients(rank) for rank in range(ranks)])
@@ -205,7 +205,7 @@ def test_costs_in_a_state_that_are_damaged_are_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("spec", ["qsgd:bits=4", "topk:density=0.01", "alq:bits=3", "onebit"])
 def test_a_compressor_is_timed(spec: str) -> None:
-    costs = scheme_choice.measure_codec(parse(spec))
+    costs = known_costs.measure_codec(parse(spec))
     assert 0 < costs.compress < 1e-5
     assert 0 <= costs.decompress < 1e-5
     assert 0 <= costs.decompress_byte < 1e-4

@@ -76,6 +76,9 @@ def test_a_calibrated_model_foresees_what_steps_have_taken() -> None:
     fitted = calibrated(model(), FP16, seconds=0.5, computing=0.2)
     assert fitted.seconds(FP16).total == pytest.approx(0.5, rel=1e-3)
     assert fitted.seconds(FP16).exposed == pytest.approx(0.3, rel=1e-3)
+    # where all is hidden, any factor explains it: the nearest to 1 is taken
+    quick = model(1e5)
+    assert calibrated(quick, FP16, seconds=quick.seconds(FP16).total, computing=0.1).network == 1.0
     hidden = calibrated(model(), FP16, seconds=0.2, computing=0.2)
     assert hidden.seconds(FP16).exposed < 0.02
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 TARGET = "horovod.torch"
+PROGRAM = "hva run"
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK", "SLURM_PROCID")
 """Where launchers tell a process its rank; of mpirun in a Slurm job, the first one is right."""
 
@@ -68,20 +69,21 @@ class Substitutes(MetaPathFinder, Loader):
         """At the end: why nothing was replaced, if nothing was."""
         if self.replaced:
             return
+        program = self._settings.get("program", PROGRAM)
         if "hvd_adaptive.optimizer" in sys.modules:
             why = "the script calls hvd_adaptive.DistributedOptimizer itself; its own arguments count"
         elif TARGET in sys.modules:
             why = "the script imported horovod.torch and did not call hvd.DistributedOptimizer"
         else:
             why = "the script did not import horovod.torch"
-        say(f"replaced nothing: {why}")
+        say(f"replaced nothing: {why}", program)
 
 
-def say(text: str) -> None:
+def say(text: str, program: str = PROGRAM) -> None:
     """A line of rank 0."""
     rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
     if rank == "0":
-        print(f"hva run: {text}", file=sys.stderr, flush=True)
+        print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
 def begin(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
+from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.explanation import explain
 from hvd_adaptive.planning.gradient_signals import (
     METRICS,
@@ -25,7 +25,13 @@ from hvd_adaptive.planning.gradient_signals import (
 )
 from hvd_adaptive.planning.least_time import Contender, TimeLimits
 from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
-from hvd_adaptive.planning.step_time import StepCosts, StepModel, calibrated, spread
+from hvd_adaptive.planning.step_time import (
+    StepCosts,
+    StepModel,
+    arrival_order,
+    calibrated,
+    spread,
+)
 from hvd_adaptive.planning.table import CandidateTable, Limits
 
 if TYPE_CHECKING:
@@ -65,6 +71,7 @@ class Accuracy(BudgetOptions):
         total_steps: of the training run; 0 where that is not known, or is reported later.
         metric: what counts across layers: ``l2``, or ``relative`` to each layer's mean square; or
             ``optimizer``: relative where the optimizer divides by it, as Adam does.
+        timed_steps: dense steps that are timed before the first plan.
 
     Raises:
         ValueError: an option out of its range.
@@ -75,6 +82,7 @@ class Accuracy(BudgetOptions):
     noise: float = 0.0
     total_steps: int = 0
     metric: str = "optimizer"
+    timed_steps: int = 10
 
     def __post_init__(self) -> None:
         if self.accuracy not in PRESETS:
@@ -86,6 +94,8 @@ class Accuracy(BudgetOptions):
             )
         if self.metric not in METRICS:
             raise ValueError(f"metric={self.metric!r} is not one of {', '.join(METRICS)}")
+        if self.timed_steps < 1:
+            raise ValueError(f"timed_steps={self.timed_steps}: write at least 1")
         super().__post_init__()
 
     @property
@@ -101,8 +111,6 @@ class Accuracy(BudgetOptions):
 
 LAYER_CAP = 4.0
 """A layer by itself may have so many times the steps withheld, and the relative noise, of all."""
-TIMED_STEPS = 10
-"""Dense steps that are timed before the first plan."""
 DRAIN = 0.25
 """Share of the steps that are left by which the delay is bounded near the end."""
 LAST_STEPS = 20
@@ -120,41 +128,6 @@ FADING = 0.9
 """What a correction loses with every plan that does not compress: so compression is tried again."""
 
 
-@dataclass(slots=True)
-class _Dense:
-    """What dense steps take: the base of every forecast.
-
-    Args:
-        seconds: of the last steps.
-        computing: of the same steps, without exposed communication.
-        launches: seconds from each bucket's launch to the last one's, of the same steps.
-    """
-
-    seconds: deque[float]
-    computing: deque[float]
-    launches: deque[list[float]]
-
-    @classmethod
-    def empty(cls) -> _Dense:
-        return cls(deque(maxlen=30), deque(maxlen=30), deque(maxlen=30))
-
-    def add(self, facts: StepMeasurements) -> None:
-        if facts.seconds is None or facts.compute_seconds is None:
-            return
-        self.seconds.append(float(facts.seconds))
-        self.computing.append(float(facts.compute_seconds))
-        if facts.launches is not None:
-            launches = [float(each) for each in facts.launches]
-            if self.launches and len(self.launches[-1]) != len(launches):
-                self.launches.clear()
-            self.launches.append(launches)
-
-    def keep_last(self, count: int) -> None:
-        for each in (self.seconds, self.computing, self.launches):
-            while len(each) > count:
-                each.popleft()
-
-
 class AutoBudget(Budget):
     """See :class:`Accuracy`."""
 
@@ -164,7 +137,7 @@ class AutoBudget(Budget):
         self._options, self._ranks = options, ranks
         self._horizon = options.total_steps
         self._step = 0
-        self._dense = _Dense.empty()
+        self._dense = DenseSteps.empty(options.timed_steps)
         self._score, self._guard = ForecastScore(), LossGuard()
         self._score.begin(None)
         # the plan in force
@@ -194,7 +167,12 @@ class AutoBudget(Budget):
     @property
     def ready(self) -> bool:
         """After some timed dense steps."""
-        return self._plans > 0 or len(self._dense.seconds) >= TIMED_STEPS
+        return self._plans > 0 or len(self._dense.seconds) >= self._options.timed_steps
+
+    @property
+    def dense(self) -> DenseSteps:
+        """Times of the dense steps that forecasts go by."""
+        return self._dense
 
     @property
     def plans(self) -> int:
@@ -381,14 +359,12 @@ class AutoBudget(Budget):
         buckets = facts.buckets if facts.buckets is not None else np.zeros(count, np.int64)
         compute = costs.compute_seconds if costs.assumed else self._compute
         if self._order is None or self._ready is None or not self._compresses:
-            # within a bucket, the last layers come first
-            self._order = np.lexsort((-np.arange(count), buckets)).astype(np.int64)
-            computing = np.median(self._dense.computing) if self._dense.computing else 0.0
-            seconds = float(compute or 0.0) if costs.assumed else float(computing)
-            self._ready = spread(seconds, signals.numel, self._order)
-            launches = list(self._dense.launches)
-            if launches and not costs.assumed and len(launches[0]) > int(buckets.max(initial=0)):
-                self._ready = -np.median(np.array(launches), axis=0)[buckets]
+            self._order = arrival_order(buckets)
+            if costs.assumed:
+                self._ready = spread(float(compute or 0.0), signals.numel, self._order)
+            else:
+                computing = self._dense.quantiles()[1]
+                self._ready = self._dense.ready(buckets, signals.numel, self._order, computing)
         return StepModel(
             costs,
             float(compute or 0.0),
@@ -403,10 +379,7 @@ class AutoBudget(Budget):
     def _calibrated(self, limits: TimeLimits, current: Contender) -> TimeLimits:
         """With the seconds that steps have taken: dense ones as they were, others in proportion."""
         if not self._compresses and self._dense.seconds:
-            seconds, computing = (
-                float(np.median(each)) for each in (self._dense.seconds, self._dense.computing)
-            )
-            model = calibrated(limits.model, current.choice, seconds, computing)
+            model = calibrated(limits.model, current.choice, *self._dense.quantiles())
             self._compute, self._network = model.compute, model.network
             self._correction = 1.0 + FADING * (self._correction - 1.0)
             return replace(limits, model=model, correction=self._correction)
@@ -471,9 +444,7 @@ class AutoBudget(Budget):
         return {
             "step": self._step,
             "horizon": self._horizon,
-            "seconds": list(self._dense.seconds),
-            "computing": list(self._dense.computing),
-            "launches": list(self._dense.launches),
+            **self._dense.to_dict(),
             "score": self._score.state_dict(),
             "guard": self._guard.state_dict(),
             "plans": self._plans,
@@ -500,10 +471,7 @@ class AutoBudget(Budget):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; notes that nobody has read yet are not kept."""
         self._step, self._horizon = int(state["step"]), int(state["horizon"])
-        self._dense = _Dense.empty()
-        self._dense.seconds.extend(float(each) for each in state["seconds"])
-        self._dense.computing.extend(float(each) for each in state["computing"])
-        self._dense.launches.extend([float(each) for each in row] for row in state["launches"])
+        self._dense = DenseSteps.from_dict(state, self._options.timed_steps)
         self._score.load_state_dict(state["score"])
         self._guard.load_state_dict(state["guard"])
         self._plans, self._compresses = int(state["plans"]), bool(state["compresses"])

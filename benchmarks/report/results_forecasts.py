@@ -1,0 +1,56 @@
+"""The sections of RESULTS.md on what is foreseen: on simulated clusters, and of measured steps."""
+
+from __future__ import annotations
+
+from benchmarks.report.results_markdown import load, missed, of_rows, section, source
+
+
+def auto_grid() -> str:
+    """What auto plans on simulated clusters, against dense steps and static choices."""
+    from benchmarks.network.auto_grid import AT_STEP, CORES, RANKS, SLOWER, rows, slower
+
+    figures = load("auto_grid")
+    points = list(figures["cells"].values())
+    regrets = sorted(point["of static"] for point in points)
+    near = sum(each <= 1.05 for each in regrets) / len(regrets)
+    return section(
+        "Auto on simulated clusters",
+        "Nothing is timed: gradients of presets, networks and compressors of stated costs, "
+        f"{' and '.join(map(str, CORES))} cores per rank, {RANKS[0]} to {RANKS[-1]:,} ranks, and the "
+        f"model of a step by which `auto` plans, {AT_STEP:,} steps into training. `auto` is misled "
+        "where what it measured of network and compressors is off by half, in opposite directions, and "
+        f"only its dense steps are right. {source('auto_grid', figures)}",
+        (
+            "Plans of auto, dense steps and static choices",
+            "Is what `auto` chooses ever slower than dense, and how near is it to the best static one?",
+            f"It takes over {SLOWER:.0%} more than the fastest dense step at "
+            f"{slower(points, 'of dense')} of {len(points)} grid points, and at "
+            f"{slower(points, 'misled, of dense')} where it is misled. At {near:.0%} it is within "
+            "1.05 x of the fastest static choice that keeps its limits; at worst it takes "
+            f"{regrets[-1]:.2f} x as long.",
+            of_rows(rows(figures["cells"])),
+        ),
+        end=missed(figures),
+    )
+
+
+def prediction() -> str:
+    """Predicted steps against measured ones."""
+    from benchmarks.network.prediction import NEAR, SEEN, rows, unseen
+
+    figures = load("prediction")
+    errors = [abs(each) for each in unseen(figures["cases"])]
+    return section(
+        "Predicted and measured steps",
+        f"`{figures['preset']}`: dense steps on {SEEN[0]} hosts with links of {SEEN[1]} were traced, "
+        "and others predicted from them, as `hva predict` does; the hosts share 2 cores, with which "
+        f"computing is scaled. {source('prediction', figures)}",
+        (
+            "Steps on other ranks and links",
+            "How near are predictions to steps that they have not seen?",
+            f"{sum(each <= NEAR for each in errors)} of {len(errors)} are within {NEAR:.0%}; the "
+            f"worst is off by {max(errors):.0%}.",
+            of_rows(rows(figures["cases"])),
+        ),
+        end=missed(figures),
+    )

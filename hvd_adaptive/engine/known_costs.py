@@ -1,0 +1,130 @@
+"""What the network and compressors cost here: measured once, kept, and the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_adaptive.collectives.costs import CodecCosts
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.transport import Transport
+from hvd_adaptive.compressors import format_spec
+from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch
+
+__all__ = ["KnownCosts", "fastest", "measure_codec"]
+
+SAMPLE = 1 << 18
+"""Elements on which a compressor's speed is measured."""
+REPEATS = 3
+
+
+class KnownCosts:
+    """What whoever chooses schemes, and whoever foresees seconds, know together.
+
+    They are part of the checkpoint: a run that is resumed by as many ranks on as many nodes chooses as
+    before.
+
+    Args:
+        transport: between the ranks.
+        control: agreement between them.
+        prefix: of the names of the operations that measure the network.
+    """
+
+    def __init__(self, transport: Transport, control: Control, prefix: str) -> None:
+        self.transport, self.control, self.prefix = transport, control, prefix
+        self._count = itertools.count()
+        self._link: LinkCosts | None = None
+        self._codecs: dict[str, CodecCosts] = {}
+
+    def forget_network(self) -> None:
+        """There are other ranks, or it has changed: it must be measured again."""
+        self._link = None
+
+    @property
+    def _ranks(self) -> list[int]:
+        """How many there are, and how many of them share a node: costs are those of the same ranks."""
+        return [self.transport.size, self.transport.topology.ranks_per_node]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What was measured, the same on all ranks; None before."""
+        if self._link is None:
+            return None
+        codecs = {spec: asdict(costs) for spec, costs in self._codecs.items()}
+        return {"ranks": self._ranks, "link": self._link.to_dict(), "codecs": codecs}
+
+    def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
+        """Go by what :meth:`state_dict` returned, where it is of as many ranks and nodes."""
+        if found is None or list(found["ranks"]) != self._ranks:
+            return
+        self._link = LinkCosts.from_dict(found["link"])
+        self._codecs = {spec: CodecCosts(**costs) for spec, costs in found["codecs"].items()}
+
+    def codec(self, compressor: Compressor) -> CodecCosts:
+        """Of a compressor that :meth:`link` was called with."""
+        return self._codecs[_key(compressor)]
+
+    def link(self, compressors: Iterable[Compressor] = ()) -> LinkCosts:
+        """Measure what is not known yet; all ranks then know what rank 0 has found.
+
+        Cost: see :func:`~hvd_adaptive.comm.link_costs.measure_link`, once, and some ms per compressor.
+
+        Args:
+            compressors: whose :meth:`codec` will be asked for; all of gathered payloads.
+        """
+        missing = {key: each for each in compressors if (key := _key(each)) not in self._codecs}
+        if self._link is not None and not missing:
+            return self._link
+        mine = self._link or self.transport.link_costs(f"{self.prefix}.{next(self._count)}")
+
+        def found() -> dict[str, dict[str, Any]]:
+            measured = {key: measure_codec(each) for key, each in missing.items()}
+            # a rank that has just joined knows none of them
+            return {"": mine.to_dict()} | {
+                key: asdict(each) for key, each in {**self._codecs, **measured}.items()
+            }
+
+        agreed = self.control.decide(found)
+        self._link = LinkCosts.from_dict(agreed.pop(""))
+        self._codecs |= {key: CodecCosts(**costs) for key, costs in agreed.items()}
+        return self._link
+
+
+def _key(compressor: Compressor) -> str:
+    return format_spec(compressor.state_key)
+
+
+def measure_codec(compressor: Compressor) -> CodecCosts:
+    """Time a compressor on random numbers, in host memory. Cost: some ms."""
+    assert isinstance(compressor, GatheredCompressor), compressor
+    x, out = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)), torch.empty(SAMPLE)
+    batch = LayerBatch(x.clone(), np.array([0, SAMPLE]), [compressor.level])
+    body, _ = compressor.compress_layers_(batch)
+
+    def compress() -> None:
+        batch.x.copy_(x)
+        compressor.compress_layers_(batch)
+
+    compressing = fastest(compress)
+    one = fastest(lambda: compressor.decompress_layers_sum_([body], [out], 1.0))
+    three = fastest(lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0))
+    payload = max(0.0, three - one) / 2
+    return CodecCosts(
+        compressing / SAMPLE, max(0.0, one - payload) / SAMPLE, payload / max(1, body.numel())
+    )
+
+
+def fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of some calls."""
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
