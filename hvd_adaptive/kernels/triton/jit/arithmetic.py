@@ -1,0 +1,91 @@
+"""Random numbers, fixed-order sums, packing and small integer functions that several kernels share."""
+
+import triton
+import triton.language as tl
+
+INF = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x|, which order as the magnitudes do."""
+    return x.to(tl.int32, bitcast=True) & MAGNITUDE
+
+
+@triton.jit
+def random_words(i, low, high):
+    """32 random bits for each number: ``lowbias32`` with the halves of a mixed key.
+
+    See :func:`hvd_adaptive.kernels.reference.quantized.words`.
+    """
+    h = i.to(tl.uint32) ^ low.to(tl.uint32)
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ high.to(tl.uint32)
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def halved_totals(rows, ROWS: tl.constexpr, LOG: tl.constexpr):
+    """The sum of each row of 2^LOG: the upper half is added to the lower again and again."""
+    for step in tl.static_range(LOG):
+        pairs = tl.reshape(rows, (ROWS, 2, 1 << (LOG - 1 - step)))
+        lower, upper = tl.split(tl.permute(pairs, (0, 2, 1)))
+        rows = lower + upper
+    return tl.reshape(rows, (ROWS,))
+
+
+@triton.jit
+def bit_length(x):
+    """Bits of numbers from 0 to 2^31 - 1, by comparison: a conversion to float would round up."""
+    length = tl.zeros_like(x)
+    for step in tl.static_range(5):
+        shift: tl.constexpr = 16 >> step
+        large = (x >> shift) > 0
+        length = tl.where(large, length + shift, length)
+        x = tl.where(large, x >> shift, x)
+    return length + (x > 0).to(length.dtype)
+
+
+@triton.jit
+def load_float(data, mask):
+    """Little-endian float32 at any byte."""
+    word = tl.load(data, mask=mask, other=0).to(tl.uint32)
+    for byte in tl.static_range(1, 4):
+        word = word | (tl.load(data + byte, mask=mask, other=0).to(tl.uint32) << (8 * byte))
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_float(data, value, mask):
+    """Little-endian float32 at any byte."""
+    word = value.to(tl.uint32, bitcast=True)
+    for byte in tl.static_range(4):
+        tl.store(data + byte, ((word >> (8 * byte)) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def power_of_three(digit):
+    return tl.where(
+        digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, tl.where(digit == 3, 27, 81)))
+    )
+
+
+@triton.jit
+def load_codes(data, e, bits, alphabet, mask):
+    """Packed codes by number; ``alphabet`` or more where a byte of base 3 holds no five digits."""
+    if alphabet == 3:
+        byte = tl.load(data + e // 5, mask=mask, other=0).to(tl.int32)
+        digits = byte // power_of_three((e % 5).to(tl.int32)) % 3
+        codes = tl.where(byte < 243, digits, 255)
+    else:
+        place = e * bits
+        shift = (place & 7).to(tl.int32)
+        low = tl.load(data + (place >> 3), mask=mask, other=0).to(tl.int32)
+        more = mask & (shift + bits > 8)
+        high = tl.load(data + (place >> 3) + 1, mask=more, other=0).to(tl.int32)
+        codes = ((low | (high << 8)) >> shift) & ((1 << bits) - 1)
+    return codes

@@ -1,0 +1,273 @@
+"""Quantization on a GPU: a pass that looks for what is not finite, one that rounds, one that packs.
+
+:class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does. Memory traffic, in
+words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once, 5,
+and codes go through memory as a byte each on their way to their true width, 0.5 more. Decoding reads and
+writes the output, and reads the codes twice, of which the first time is for checks.
+
+Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded on
+the host, as they are made there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_outs, check_spectrum
+from hvd_adaptive.kernels.huffman import Code
+from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody
+from hvd_adaptive.kernels.reference import quantized as reference
+from hvd_adaptive.kernels.triton.jit import quantized as jit
+from hvd_adaptive.kernels.triton.launching import (
+    TILE,
+    first_of,
+    launch,
+    levels_of,
+    pointers,
+    read_back,
+    tiles_of,
+    upload,
+)
+from hvd_adaptive.rng import mix
+from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire.quantized import QuantizationRule, Tables, layer_bytes
+
+__all__ = [
+    "compress_",
+    "decompress_add_",
+    "expected_error_at",
+    "norm_histogram",
+    "round_at_random_",
+]
+
+expected_error_at = reference.expected_error_at
+"""Of a histogram in host memory."""
+
+_LOW = np.uint64(0xFFFFFFFF)
+_HIGH = np.uint64(32)
+PACKED = 1024
+"""Bytes of a program that packs."""
+
+
+def tile_shape(rule: QuantizationRule) -> dict[str, int]:
+    """Blocks of a tile, and the padded size of each as a power of two."""
+    log = (rule.block - 1).bit_length()
+    return {"BLOCK": rule.block, "ROWS": max(1, TILE >> log), "LOG": log}
+
+
+def _warps(rule: QuantizationRule) -> int:
+    """More for large blocks, which a program holds as a whole."""
+    return 4 if rule.block <= TILE else 16
+
+
+def _halves(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    return (words & _LOW).astype(np.int64), (words >> _HIGH).astype(np.int64)
+
+
+def compress_(
+    x: Tensor,
+    offsets: npt.NDArray[np.int64],
+    bits: npt.NDArray[np.int64],
+    rule: QuantizationRule,
+    tables: Tables,
+    grads: Sequence[Tensor] | None = None,
+    keys: npt.NDArray[np.uint64] | None = None,
+    reserve: int = 0,
+    dithers: npt.NDArray[np.uint64] | None = None,
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`."""
+    offsets, bits = check_layers(x, offsets, bits, grads)
+    check_bits(bits, tables)
+    keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
+    if not len(bits):
+        return torch.zeros(reserve, dtype=torch.uint8, device=x.device), np.zeros((0, 3))
+    device, shape, numels = x.device, tile_shape(rule), np.diff(offsets)
+    tiles = tiles_of(numels, shape["ROWS"] * rule.block, device, least=1)
+    mixed = np.array([mix(key) for key in keys.tolist()], np.uint64)
+    alphabets = tables.alphabets[bits]
+    table = np.stack(
+        [
+            *(offsets[:-1], numels, pointers(grads, len(bits)), *_halves(mixed), *_halves(dithers)),
+            *(bits, alphabets, tiles.firsts),
+        ],
+        axis=1,
+    )
+    rows = zip(numels.tolist(), bits.tolist(), alphabets.tolist(), strict=True)
+    sizes = np.array([layer_bytes(*row, rule) for row in rows], np.int64)
+    layers = upload(table, device)
+    bad = torch.zeros(len(bits), dtype=torch.int64, device=device)
+    placed = (x, layers, tiles.layers, bad)
+    common: dict[str, Any] = {"HAS_GRADS": grads is not None, **shape, "num_warps": _warps(rule)}
+    launch(jit.find_nonfinite, (tiles.count,), device, *placed, **common)
+    found = torch.where(bad == 0, upload(sizes, device), 1)
+    starts = torch.cumsum(found, 0) - found + reserve
+    body = torch.empty(reserve + int(sizes.sum()), dtype=torch.uint8, device=device)
+    codes = torch.empty(int(offsets[-1] - offsets[0]), dtype=torch.uint8, device=device)
+    energies = torch.zeros((tiles.count, 2), dtype=torch.float64, device=device)
+    launch(
+        *(jit.quantize, (tiles.count,), device, *placed, starts, levels_of(tables, device)[0], body),
+        *(codes, energies, int(offsets[0]), float(rule.clip)),
+        **common,
+        NORM=int(rule.norm),
+        ROUNDING=int(rule.rounding),
+    )
+    norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
+    packed = tiles_of(sizes - 1 - norms, PACKED, device)
+    launch(
+        *(jit.pack, (packed.count,), device, layers, packed.layers, packed.first, bad, starts, body),
+        *(codes, upload(norms, device), int(offsets[0])),
+        SIZE=PACKED,
+    )
+    stats = read_back(torch.cat([tiles.total(energies), bad.double().unsqueeze(1)], 1))
+    end = reserve + int(np.where(stats[:, 2] == 0, sizes, 1).sum())
+    return body[:end], stats
+
+
+class Received:
+    """Bodies of the same layers on a device, and where their layers lie.
+
+    Args:
+        bodies: of packed codes.
+        numels: elements of each layer.
+        rule: of all bodies.
+    """
+
+    def __init__(
+        self, bodies: Sequence[ReceivedBody], numels: npt.NDArray[np.int64], rule: QuantizationRule
+    ) -> None:
+        device = bodies[0].data.device
+        self.device, self.rule, self.count, self.layers = device, rule, len(bodies), len(numels)
+        self._kept = [body.data for body in bodies]  # the table has their addresses only
+        places = [(body.data.data_ptr(), body.start, body.data.numel()) for body in bodies]
+        self._bodies = upload(np.array(places, np.int64), device)
+        known = [levels_of(body.tables, device) for body in bodies]
+        self._levels = torch.cat([levels for levels, _ in known])
+        self._alphabets = torch.cat([alphabets for _, alphabets in known])
+        self._numels = upload(numels, device)
+        self._shape = {**tile_shape(rule), "num_warps": _warps(rule)}
+        self._tiles = tiles_of(numels, self._shape["ROWS"] * rule.block, device)
+        norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
+        rows = self.count * (self.layers + 1)
+        self._places = torch.zeros((rows, 4), dtype=torch.int64, device=device)
+        launch(
+            *(jit.walk, (self.count,), device, self._bodies, self._alphabets, self._numels),
+            *(upload(norms, device), self._places, self.layers),
+        )
+        launch(
+            *(jit.find_damage, (self._tiles.count, self.count), device, self._bodies),
+            *(self._alphabets, self._numels, self._tiles.layers, self._tiles.first, self._places),
+            self.layers,
+            NORMS=rule.norms,
+            **self._shape,
+        )
+        split = self._places[: self.count * self.layers].view(self.count, self.layers, 4)
+        self.wrong = split[:, :, 3].amax(0)
+        """``int64[L]``: what is not 0 is damaged in some body."""
+        self.marked = (split[:, :, 2] == jit.NONFINITE.value).amax(0).long()
+        """``int64[L]``: 1 where a body says that the layer was not finite."""
+        self.trailing = self._places[self.count * self.layers :, 0].amax()
+        """Nonzero if bytes are left over."""
+
+    def add_to(self, outs: Sequence[Tensor], scale: float, *, adds: bool) -> None:
+        """Add ``scale`` times the bodies, or set the outputs to their sum, up to the first damage."""
+        launch(
+            *(jit.add_decoded, (self._tiles.count,), self.device, self._bodies, self._alphabets),
+            *(self._levels, self._numels, self._tiles.layers, self._tiles.first, self._places),
+            *(upload(pointers(outs, self.layers), self.device), first_of(self.wrong)),
+            *(self.layers, self.count, float(np.float32(scale))),
+            ADDS=adds,
+            NORM=int(self.rule.norm),
+            **self._shape,
+        )
+
+    def findings(self) -> tuple[bool, npt.NDArray[np.int64]]:
+        """Whether something is damaged, and the marks; waits for the device."""
+        parts = [self.marked, (self.wrong.sum() + self.trailing).view(1)]
+        found = read_back(torch.cat(parts))
+        return bool(found[-1]), found[:-1]
+
+
+def unpacked_codes(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRule) -> ReceivedBody:
+    """A body without Huffman streams; WireError where one is damaged."""
+    if not body.codes:
+        return body
+    from hvd_adaptive.kernels.base import for_device
+
+    host = body.data.cpu()
+    entropy = for_device(host.device).entropy
+    data = entropy.decode(host, body.start, numels, rule, body.tables, body.codes)
+    return ReceivedBody(data.to(body.data.device), 0, body.tables)
+
+
+def decompress_add_(
+    body: Tensor,
+    start: int,
+    outs: Sequence[Tensor],
+    scale: float,
+    rule: QuantizationRule,
+    tables: Tables,
+    codes: Mapping[int, Code] | None = None,
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_add_`."""
+    numels = check_outs(body, outs)
+    plain = (body, start, outs, scale, rule, tables, codes)
+    if not outs:
+        return reference.decompress_add_(*plain)
+    try:
+        whole = unpacked_codes(ReceivedBody(body, start, tables, codes or {}), numels, rule)
+    except WireError:
+        return reference.decompress_add_(*plain)  # raises, after the layers before the damage
+    received = Received([whole], np.array(numels, np.int64), rule)
+    received.add_to(outs, scale, adds=True)
+    damaged, marks = received.findings()
+    if damaged:
+        raise_damage(ReceivedBody(body, start, tables, codes or {}), numels, rule)
+    return marks.astype(np.uint8)
+
+
+def raise_damage(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRule) -> None:
+    """The reference's WireError for a body that was found damaged."""
+    outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
+    reference.decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
+    raise RuntimeError("a body that decodes was found damaged: please report this with the body")
+
+
+def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.round_at_random_`."""
+    word = np.array([mix(key)], np.uint64)
+    low, high = (int(half[0]) for half in _halves(word))
+    numel, size = x.numel(), 1024
+    words = torch.tensor([low, high], device=x.device)
+    launch(
+        *(jit.round_to_bf16, (-(-numel // size),), x.device, out.view(torch.int16), x, numel, words),
+        SIZE=size,
+    )
+
+
+def norm_histogram(
+    x: Tensor, rule: QuantizationRule, *, squared: bool
+) -> tuple[npt.NDArray[np.float64], float]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.norm_histogram`."""
+    check_spectrum(x)
+    if not bool(x.isfinite().all()):
+        return np.zeros(WEIGHT_BINS), float("nan")
+    shape = tile_shape(rule)
+    count = -(-x.numel() // (shape["ROWS"] * rule.block))
+    weights = torch.zeros(WEIGHT_BINS + 1, dtype=torch.float64, device=x.device)
+    beyond = torch.zeros(count, dtype=torch.float64, device=x.device)
+    launch(
+        *(jit.weigh_shares, (count,), x.device, x, x.numel(), weights, beyond, float(rule.clip)),
+        SQUARED=squared,
+        NORM=int(rule.norm),
+        **shape,
+        num_warps=_warps(rule),
+    )
+    weights[-1] = beyond.sum()
+    found = read_back(weights)
+    return found[:-1], float(found[-1])
