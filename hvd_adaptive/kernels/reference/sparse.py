@@ -54,8 +54,8 @@ __all__ = [
 ]
 
 
-def _select(x: Tensor, k: int, rule: SelectionRule, floor: int) -> Tensor:
-    """The rising indices of what a rule sends of a finite vector; ``floor``: the threshold's bits."""
+def count_to_send(x: Tensor, k: int, rule: SelectionRule, floor: int) -> int:
+    """How many elements a rule sends of a finite vector; ``floor``: the threshold's bits."""
     magnitudes = magnitude_bits(x)
     nonzeros = int((magnitudes > 0).sum())
     k = min(k, x.numel())
@@ -71,8 +71,13 @@ def _select(x: Tensor, k: int, rule: SelectionRule, floor: int) -> Tensor:
     elif rule == SelectionRule.redsync and 0 < k < nonzeros:
         mean = float(np.float32(float(x.double().abs().sum()) / x.numel()))
         count = redsync_count(k, mean, float(x.abs().max()), lambda b: reaching(b << 16))
-    order = torch.sort(magnitudes, descending=True, stable=True).indices
-    return order[: min(count, nonzeros)].sort().values
+    return min(count, nonzeros)
+
+
+def _select(x: Tensor, k: int, rule: SelectionRule, floor: int) -> Tensor:
+    """The rising indices of what a rule sends of a finite vector; ``floor``: the threshold's bits."""
+    order = torch.sort(magnitude_bits(x), descending=True, stable=True).indices
+    return order[: count_to_send(x, k, rule, floor)].sort().values
 
 
 def compress_(

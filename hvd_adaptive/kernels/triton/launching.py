@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.kernels.triton.jit import arithmetic
 from hvd_adaptive.wire.quantized import Tables
 
 TILE = 4096
@@ -87,13 +88,25 @@ class Tiles:
         """Of each tile."""
         self.first = upload(firsts, device)
         """The first tile of each layer."""
-        self.lengths = upload(counts, device)
-        """Tiles of each layer."""
+        self.edges = upload(np.append(firsts, self.count), device)
+        """Where the tiles of each layer begin, and the end of the last."""
 
-    def total(self, parts: Tensor) -> Tensor:
-        """Sums over the tiles of each layer, float64, in an order that is always the same."""
-        sums: Tensor = torch.segment_reduce(parts, "sum", lengths=self.lengths, axis=0, initial=0.0)
-        return sums
+
+def sums_between(parts: Tensor, edges: Tensor) -> Tensor:
+    """Sums of rows, float64: in the same order every time, which atomics would not have.
+
+    Args:
+        parts: ``float64[rows, columns]``.
+        edges: ``int64[owners + 1]``: where each owner's rows begin, and the end.
+    """
+    owners, columns = edges.numel() - 1, parts.shape[1]
+    sums = torch.zeros((owners, columns), dtype=torch.float64, device=parts.device)
+    launch(
+        *(arithmetic.sum_parts, (owners, columns), parts.device, parts, edges, sums),
+        COLUMNS=columns,
+        SIZE=1024,
+    )
+    return sums
 
 
 @functools.lru_cache(maxsize=256)

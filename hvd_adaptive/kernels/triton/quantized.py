@@ -31,6 +31,7 @@ from hvd_adaptive.kernels.triton.launching import (
     levels_of,
     pointers,
     read_back,
+    sums_between,
     tiles_of,
     upload,
 )
@@ -124,7 +125,7 @@ def compress_(
         *(codes, upload(norms, device), int(offsets[0])),
         SIZE=PACKED,
     )
-    stats = read_back(torch.cat([tiles.total(energies), bad.double().unsqueeze(1)], 1))
+    stats = read_back(torch.cat([sums_between(energies, tiles.edges), bad.double().unsqueeze(1)], 1))
     end = reserve + int(np.where(stats[:, 2] == 0, sizes, 1).sum())
     return body[:end], stats
 
@@ -227,14 +228,17 @@ def decompress_add_(
     received.add_to(outs, scale, adds=True)
     damaged, marks = received.findings()
     if damaged:
-        raise_damage(ReceivedBody(body, start, tables, codes or {}), numels, rule)
+        raise_damage([ReceivedBody(body, start, tables, codes or {})], numels, rule)
     return marks.astype(np.uint8)
 
 
-def raise_damage(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRule) -> None:
-    """The reference's WireError for a body that was found damaged."""
-    outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
-    reference.decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
+def raise_damage(
+    bodies: Sequence[ReceivedBody], numels: Sequence[int], rule: QuantizationRule
+) -> None:
+    """The reference's WireError for bodies of which one was found damaged."""
+    for body in bodies:
+        outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
+        reference.decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
     raise RuntimeError("a body that decodes was found damaged: please report this with the body")
 
 

@@ -89,3 +89,15 @@ def load_codes(data, e, bits, alphabet, mask):
         high = tl.load(data + (place >> 3) + 1, mask=more, other=0).to(tl.int32)
         codes = ((low | (high << 8)) >> shift) & ((1 << bits) - 1)
     return codes
+
+
+@triton.jit
+def sum_parts(parts, edges, sums, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """Sums of the rows from one edge to the next, in an order that is always the same."""
+    owner, column = tl.program_id(0), tl.program_id(1)
+    first, last = tl.load(edges + owner), tl.load(edges + owner + 1)
+    total = tl.zeros((SIZE,), tl.float64)
+    for start in range(first, last, SIZE):
+        row = start + tl.arange(0, SIZE)
+        total += tl.load(parts + row * COLUMNS + column, mask=row < last, other=0.0)
+    tl.store(sums + owner * COLUMNS + column, tl.sum(total, 0))

@@ -148,8 +148,9 @@ def rounded(rows, shares, random, levels, count, ROUNDING: tl.constexpr):
         top = (count - 1) // 2
         if (ROUNDING == UNIFORM) & (top > 0):
             scaled = shares * top.to(tl.float32)
-            below = tl.floor(scaled)
-            codes = below.to(tl.int32) + top + (random < scaled - below).to(tl.int32)
+            whole = scaled.to(tl.int32)  # towards zero: the library's floor flushes denormals
+            whole = tl.where(whole.to(tl.float32) > scaled, whole - 1, whole)
+            codes = whole + top + (random < scaled - whole.to(tl.float32)).to(tl.int32)
         else:
             lower = lower_levels(levels, count, shares)
             first, second = tl.load(levels + lower), tl.load(levels + lower + 1)

@@ -1,0 +1,51 @@
+"""What the owner of a shard does on a GPU: decode and sum all bodies in one pass, then encode the sum.
+
+:class:`hvd_adaptive.kernels.base.ReductionKernels` says what it does. Memory traffic, in words of 4 bytes
+per element: a write for the sum, whatever the number of bodies, and that of a compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive.kernels.checks import check_received
+from hvd_adaptive.kernels.quantization import ReceivedBody
+from hvd_adaptive.kernels.triton.quantized import Received, compress_, raise_damage, unpacked_codes
+from hvd_adaptive.wire.quantized import QuantizationRule, Tables
+
+
+def reduce_(
+    bodies: Sequence[ReceivedBody],
+    offsets: npt.NDArray[np.int64],
+    bits: npt.NDArray[np.int64],
+    rule: QuantizationRule,
+    tables: Tables,
+    x: Tensor | None = None,
+    before: Tensor | None = None,
+    keys: npt.NDArray[np.uint64] | None = None,
+    reserve: int = 0,
+) -> tuple[Tensor, npt.NDArray[np.uint8]]:
+    """See :meth:`hvd_adaptive.kernels.base.ReductionKernels.reduce_`."""
+    check_received(bodies, offsets, x, before)
+    offsets = np.ascontiguousarray(offsets, np.int64)
+    numels = np.diff(offsets)
+    whole = [unpacked_codes(body, numels.tolist(), rule) for body in bodies]
+    total = torch.empty(int(offsets[-1]), device=bodies[0].data.device)
+    outs = [*torch.split(total[int(offsets[0]) :], numels.tolist())]
+    received = Received(whole, numels, rule)
+    received.add_to(outs, 1.0, adds=False)
+    damaged, _ = received.findings()  # before x is changed
+    if damaged:
+        raise_damage(bodies, numels.tolist(), rule)
+    grads = None
+    if x is not None and before is not None:
+        before[offsets[0] : offsets[-1]] = x[offsets[0] : offsets[-1]]
+        grads = outs
+    rest = total if x is None else x
+    data, stats = compress_(rest, offsets, bits, rule, tables, grads, keys, reserve)
+    return data, stats[:, 2].astype(np.uint8)

@@ -1,0 +1,267 @@
+"""Sparse layers on a GPU: exactly the largest elements, and their positions and values as bytes.
+
+:class:`hvd_adaptive.kernels.base.SparseKernels` says what each function does; how elements are selected
+is in :mod:`hvd_adaptive.kernels.triton.selecting`. Memory traffic of compression, in words of 4 bytes per
+element: ``x`` and the gradients are read twice and ``x`` is written once, 5 in all, and what reaches the
+threshold's power of two, which of normally distributed values at 1 % is some 5 %, is written and read a
+few times more. Lists of candidates take 8 bytes per element while a bucket is compressed, of which memory
+that is not written is never touched.
+
+The host waits once per call, for the sizes and the statistics. With the rules ``dgc`` and ``redsync`` it
+also waits for what the sample, or the bisection, says of each layer; a copy of the sums is made for that.
+
+Damage is only found here; what it is, and where, the reference then says.
+
+What is not here is that of the reference: :func:`recompress_` and :func:`position_bits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive.kernels.checks import (
+    check_bodies,
+    check_cuts,
+    check_layers,
+    check_outs,
+    check_thresholds,
+)
+from hvd_adaptive.kernels.reference import sparse as reference
+from hvd_adaptive.kernels.reference.sparse import count_to_send
+from hvd_adaptive.kernels.selection import SelectionRule
+from hvd_adaptive.kernels.triton.jit import encoding as jit
+from hvd_adaptive.kernels.triton.launching import launch, read_back, sums_between, upload
+from hvd_adaptive.kernels.triton.receiving import ReceivedSparse
+from hvd_adaptive.kernels.triton.selecting import Segments, Selection, segments_of
+from hvd_adaptive.kernels.triton.spectra import (
+    moments,
+    refined_spectrum,
+    sample_spectrum,
+    spectrum,
+    summary,
+)
+from hvd_adaptive.wire import ValueFormat
+from hvd_adaptive.wire.sparse import max_sparse_bytes
+
+__all__ = [
+    "clear_",
+    "compress_",
+    "compress_cut_",
+    "decompress_add_",
+    "decompress_sum_",
+    "moments",
+    "position_bits",
+    "recompress_",
+    "refined_spectrum",
+    "sample_spectrum",
+    "spectrum",
+    "summary",
+]
+
+recompress_, position_bits = reference.recompress_, reference.position_bits
+
+Int64s = npt.NDArray[np.int64]
+
+
+def compress_(
+    x: Tensor,
+    offsets: Int64s,
+    counts: Int64s,
+    values: ValueFormat,
+    grads: Sequence[Tensor] | None = None,
+    reserve: int = 0,
+    rule: SelectionRule = SelectionRule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_`."""
+    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    floors = check_thresholds(rule, thresholds, len(counts))
+    cuts = offsets[[0, -1]] if whole else offsets
+    data, stats, _ = _compress_(x, offsets, cuts, counts, values, grads, reserve, rule, floors, whole)
+    return data, stats
+
+
+def compress_cut_(
+    x: Tensor,
+    offsets: Int64s,
+    counts: Int64s,
+    values: ValueFormat,
+    cuts: Int64s,
+    grads: Sequence[Tensor] | None = None,
+    rule: SelectionRule = SelectionRule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_cut_`."""
+    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    cuts = check_cuts(offsets, cuts, whole)
+    floors = check_thresholds(rule, thresholds, len(counts))
+    return _compress_(x, offsets, cuts, counts, values, grads, 0, rule, floors, whole)
+
+
+def _compress_(
+    x: Tensor,
+    offsets: Int64s,
+    cuts: Int64s,
+    counts: Int64s,
+    values: ValueFormat,
+    grads: Sequence[Tensor] | None,
+    reserve: int,
+    rule: SelectionRule,
+    floors: Int64s,
+    whole: bool,
+) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
+    """Select from each span, encode each piece."""
+    device, layers = x.device, len(offsets) - 1
+    if len(cuts) < 2:
+        nothing = torch.zeros(reserve, dtype=torch.uint8, device=device)
+        return nothing, np.zeros((layers, 4)), np.zeros(0, np.int64)
+    if rule in (SelectionRule.dgc, SelectionRule.redsync):
+        counts, rule = _counted(x, offsets, counts, grads, rule, whole), SelectionRule.topk
+    most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
+    segments = segments_of(offsets, cuts, most, whole, device)
+    selection = Selection(x, segments, grads)
+    selection.run(counts, floors, rule)
+    data, ends = _encode(x, segments, selection, values, reserve)
+    energies = torch.stack([selection.energies, selection.sent_energies()], 1)
+    columns = [
+        sums_between(energies, segments.layer_tiles),
+        selection.layer_counts.double().unsqueeze(1),
+        selection.nonfinite.double().unsqueeze(1),
+    ]
+    found = read_back(torch.cat([torch.cat(columns, 1).view(-1), ends.double()]))  # exact to 2^53
+    stats, places = found[: 4 * layers].reshape(layers, 4), found[4 * layers :].astype(np.int64)
+    stats[stats[:, 3] != 0, :3] = 0
+    return data[: places[0]], stats, places[1:]
+
+
+def _counted(
+    x: Tensor,
+    offsets: Int64s,
+    counts: Int64s,
+    grads: Sequence[Tensor] | None,
+    rule: SelectionRule,
+    whole: bool,
+) -> Int64s:
+    """How many the rules send that ask a sample, or bisect: of each span; 0 where it is not finite."""
+    total = x[offsets[0] : offsets[-1]].clone()
+    edges = (offsets - offsets[0]).tolist()
+    for layer, grad in enumerate(grads or ()):
+        total[edges[layer] : edges[layer + 1]] += grad.view(-1)
+    spans = [(0, edges[-1])] if whole else [*zip(edges[:-1], edges[1:], strict=True)]
+    found = np.zeros(len(spans), np.int64)
+    for span, (start, end) in enumerate(spans):
+        part = total[start:end]
+        if bool(part.isfinite().all()):
+            found[span] = count_to_send(part, int(counts[span]), rule, 1)
+    return found
+
+
+def _encode(
+    x: Tensor, segments: Segments, selection: Selection, values: ValueFormat, reserve: int
+) -> tuple[Tensor, Tensor]:
+    """(room with the bytes of all pieces, their number and where each piece ends, on the device)."""
+    device, pieces, blocks = x.device, segments.pieces, (segments.blocks,)
+    sizes = zip(np.diff(segments.cuts).tolist(), segments.most.tolist(), strict=True)
+    most = reserve + sum(max_sparse_bytes(numel, count, values) for numel, count in sizes)
+    words = torch.zeros(most // 4 + 2, dtype=torch.int32, device=device)
+    body = words.view(torch.uint8)
+    heads = torch.zeros(segments.blocks, dtype=torch.int32, device=device)
+    lengths = torch.zeros(segments.blocks, dtype=torch.int64, device=device)
+    placed = (segments.block_pieces, segments.first_blocks, segments.capacities, selection.counts)
+    launch(jit.choose_heads, blocks, device, *placed, selection.indices, heads, lengths)
+    before = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+    streams, value_starts = torch.empty((2, pieces), dtype=torch.int64, device=device)
+    ends = torch.empty(pieces + 1, dtype=torch.int64, device=device)
+    launch(
+        *(jit.place_pieces, (1,), device, body, selection.counts),
+        *(selection.wrong[segments.piece_spans], before[segments.first_blocks], streams),
+        *(value_starts, ends, pieces, reserve),
+        FORMAT=int(values),
+    )
+    launch(
+        *(jit.write_stream, blocks, device, *placed, selection.indices, heads, before, streams, words)
+    )
+    means = torch.zeros((pieces, 2), dtype=torch.float32, device=device)
+    if values is ValueFormat.sign:
+        sums = torch.zeros((segments.blocks, 3), dtype=torch.float64, device=device)
+        launch(jit.sum_sides, blocks, device, *placed, selection.values, sums)
+        launch(jit.find_means, (pieces,), device, *placed[1:], selection.values, sums, means)
+    launch(
+        *(jit.write_values, blocks, device, *placed, selection.indices, selection.values, means),
+        *(value_starts, segments.piece_offsets, body, x),
+        FORMAT=int(values),
+    )
+    return body, ends
+
+
+def decompress_add_(
+    body: Tensor,
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None = None,
+    whole: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.decompress_add_`."""
+    return _add_([body], outs, scale, values, whole)
+
+
+def decompress_sum_(
+    bodies: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None = None,
+    whole: bool = False,
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.decompress_sum_`."""
+    check_outs(check_bodies(bodies)[0], outs, whole)
+    if outs:
+        torch._foreach_zero_(list(outs))
+    return _add_(bodies, outs, scale, values, whole)
+
+
+def _add_(
+    bodies: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    scale: float,
+    values: ValueFormat | None,
+    whole: bool,
+) -> npt.NDArray[np.uint8]:
+    """Add bodies one after the other; WireError for the first that is damaged."""
+    numels = [check_outs(body, outs, whole) for body in bodies][0]
+    received = ReceivedSparse(bodies, numels, values, whole)
+    received.add_to(outs, scale)
+    damaged, marks = received.findings()
+    for layer in np.flatnonzero(marks).tolist():
+        outs[layer].fill_(torch.nan)
+    if damaged:
+        _raise_damage(bodies, numels, values, whole)
+    return marks
+
+
+def _raise_damage(
+    bodies: Sequence[Tensor], numels: Sequence[int], values: ValueFormat | None, whole: bool
+) -> None:
+    """The reference's WireError for bodies of which one was found damaged."""
+    for body in bodies:
+        outs = [torch.zeros(numel, device=body.device) for numel in numels]
+        reference.decompress_add_(body, outs, 1.0, values, whole)
+    raise RuntimeError("a body that decodes was found damaged: please report this with the body")
+
+
+def clear_(
+    body: Tensor, outs: Sequence[Tensor], values: ValueFormat | None = None, whole: bool = False
+) -> None:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.clear_`."""
+    numels = check_outs(body, outs, whole)
+    received = ReceivedSparse([body], numels, values, whole)
+    received.add_to(outs, None)
+    damaged, _ = received.findings()
+    if damaged:
+        _raise_damage([body], numels, values, whole)
