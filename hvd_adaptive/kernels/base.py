@@ -1,15 +1,17 @@
 """What a kernel backend offers, and which backend works on the tensors of a device.
 
 A *family* is a set of functions with one Protocol; a *backend* is a package with a module per family.
-``cpu`` (Numba) is for tensors in host memory; ``reference`` (plain torch, any device) for everything
-else and as the oracle in tests: all backends give the same bytes. A new backend is a package, a value
-in :data:`BACKENDS`, and an entry in the row of each family that it has in :data:`REGISTRY`.
+``cpu`` (Numba) is for tensors in host memory, ``triton`` for those of NVIDIA's GPUs, where Triton is
+installed; ``reference`` (plain torch, any device) for everything else and as the oracle in tests: all
+backends give the same bytes. A new backend is a package, a value in :data:`BACKENDS`, and an entry in the
+row of each family that it has in :data:`REGISTRY`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -27,18 +29,21 @@ from hvd_adaptive.wire.sparse import ValueFormat
 REGISTRY: dict[str, dict[str, str]] = {
     family: {backend: f"hvd_adaptive.kernels.{backend}.{family}" for backend in backends}
     for family, backends in {
-        "sparse": ("reference", "cpu"),
-        "quantized": ("reference", "cpu"),
-        "reduction": ("reference", "cpu"),
+        "sparse": ("reference", "cpu", "triton"),
+        "quantized": ("reference", "cpu", "triton"),
+        "reduction": ("reference", "cpu", "triton"),
         "entropy": ("reference", "cpu"),
-        "rotation": ("reference", "cpu"),
+        "rotation": ("reference", "cpu", "triton"),
         "subset": ("reference", "cpu"),
     }.items()
 }
 """The module of each family in each backend that has it; the reference stands in for the others."""
 
-BACKENDS: dict[str, str] = {"cpu": "cpu"}
+BACKENDS: dict[str, str] = {"cpu": "cpu", "cuda": "triton"}
 """The backend of each type of device; all other devices have the reference."""
+
+NEEDS: dict[str, str] = {"triton": "triton"}
+"""What must be installed for a backend; where it is not, its devices have the reference as well."""
 
 
 class SparseKernels(Protocol):
@@ -703,7 +708,14 @@ def for_device(device: torch.device) -> Kernels:
         >>> for_device(torch.device("cpu")).backend, for_device(torch.device("meta")).backend
         ('cpu', 'reference')
     """
-    return _of_backend(BACKENDS.get(device.type, "reference"))
+    return _of_backend(_usable(BACKENDS.get(device.type, "reference")))
+
+
+@functools.cache
+def _usable(backend: str) -> str:
+    """The backend, if what it needs is installed; nothing is imported to find out."""
+    missing = backend in NEEDS and importlib.util.find_spec(NEEDS[backend]) is None
+    return "reference" if missing else backend
 
 
 @functools.cache

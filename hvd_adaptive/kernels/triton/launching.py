@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.kernels.triton.jit import arithmetic
+from hvd_adaptive.rng import mix
 from hvd_adaptive.wire.quantized import Tables
 
 TILE = 4096
 """Elements of a program, about."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **meta: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **meta: Any
+) -> None:
     """Start a kernel on the current stream of ``device``; an empty grid starts nothing.
 
     Without contraction: ``a * b + c`` is rounded twice, as everywhere else.
@@ -38,9 +41,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
 
 def upload(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device, in stream order; the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    tensor = torch.from_numpy(np.array(numbers))  # a copy, which may be written
     if device.type == "cpu":
-        return tensor.clone()
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -63,6 +66,12 @@ def pointers(tensors: Sequence[Tensor] | None, count: int) -> npt.NDArray[np.int
     if tensors is None:
         return np.zeros(count, np.int64)
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+def key_words(key: int, device: torch.device) -> Tensor:
+    """The halves of a mixed key, the lower first: ``int64[2]``."""
+    word = mix(key)
+    return upload(np.array([word & 0xFFFFFFFF, word >> 32], np.int64), device)
 
 
 class Tiles:
@@ -114,9 +123,7 @@ def _kept_tiles(numels: bytes, size: int, device: torch.device, least: int) -> T
     return Tiles(np.frombuffer(numels, np.int64), size, device, least)
 
 
-def tiles_of(
-    numels: npt.NDArray[np.int64], size: int, device: torch.device, least: int = 0
-) -> Tiles:
+def tiles_of(numels: npt.NDArray[np.int64], size: int, device: torch.device, least: int = 0) -> Tiles:
     """The tiles of layers; kept, because a bucket has the same ones at every step."""
     return _kept_tiles(np.ascontiguousarray(numels, np.int64).tobytes(), size, device, least)
 

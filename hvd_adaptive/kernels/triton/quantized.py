@@ -27,6 +27,7 @@ from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     TILE,
     first_of,
+    key_words,
     launch,
     levels_of,
     pointers,
@@ -232,9 +233,7 @@ def decompress_add_(
     return marks.astype(np.uint8)
 
 
-def raise_damage(
-    bodies: Sequence[ReceivedBody], numels: Sequence[int], rule: QuantizationRule
-) -> None:
+def raise_damage(bodies: Sequence[ReceivedBody], numels: Sequence[int], rule: QuantizationRule) -> None:
     """The reference's WireError for bodies of which one was found damaged."""
     for body in bodies:
         outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
@@ -244,10 +243,7 @@ def raise_damage(
 
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.round_at_random_`."""
-    word = np.array([mix(key)], np.uint64)
-    low, high = (int(half[0]) for half in _halves(word))
-    numel, size = x.numel(), 1024
-    words = torch.tensor([low, high], device=x.device)
+    numel, size, words = x.numel(), 1024, key_words(key, x.device)
     launch(
         *(jit.round_to_bf16, (-(-numel // size),), x.device, out.view(torch.int16), x, numel, words),
         SIZE=size,

@@ -17,6 +17,7 @@ What is not here is that of the reference: :func:`recompress_` and :func:`positi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -154,7 +155,7 @@ def _counted(
     edges = (offsets - offsets[0]).tolist()
     for layer, grad in enumerate(grads or ()):
         total[edges[layer] : edges[layer + 1]] += grad.view(-1)
-    spans = [(0, edges[-1])] if whole else [*zip(edges[:-1], edges[1:], strict=True)]
+    spans = [(0, edges[-1])] if whole else [*itertools.pairwise(edges)]
     found = np.zeros(len(spans), np.int64)
     for span, (start, end) in enumerate(spans):
         part = total[start:end]
@@ -234,7 +235,8 @@ def _add_(
     whole: bool,
 ) -> npt.NDArray[np.uint8]:
     """Add bodies one after the other; WireError for the first that is damaged."""
-    numels = [check_outs(body, outs, whole) for body in bodies][0]
+    for body in bodies:
+        numels = check_outs(body, outs, whole)
     received = ReceivedSparse(bodies, numels, values, whole)
     received.add_to(outs, scale)
     damaged, marks = received.findings()

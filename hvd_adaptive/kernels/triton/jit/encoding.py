@@ -102,7 +102,9 @@ def place_pieces(
         mask = i < pieces
         count = tl.load(counts + i, mask=mask, other=0)
         marked = tl.load(wrong + i, mask=mask, other=0)
-        bits = tl.load(first_bits + i + 1, mask=mask, other=0) - tl.load(first_bits + i, mask=mask, other=0)
+        bits = tl.load(first_bits + i + 1, mask=mask, other=0) - tl.load(
+            first_bits + i, mask=mask, other=0
+        )
         some = count > 0
         stream = (bits + 7) // 8
         header = tl.where(some, (count << 4) | (FORMAT << 1), marked)
@@ -263,7 +265,9 @@ def write_values(
             store_half(data + 2 * (first + i), half.to(tl.uint16, bitcast=True).to(tl.int32), mask)
             result = half.to(tl.float32)
         elif FORMAT == BF16:
-            word = tl.minimum(tl.maximum(value, -LARGEST_BF16), LARGEST_BF16).to(tl.uint32, bitcast=True)
+            word = tl.minimum(tl.maximum(value, -LARGEST_BF16), LARGEST_BF16).to(
+                tl.uint32, bitcast=True
+            )
             word = (word + 0x7FFF + ((word >> 16) & 1)) >> 16  # to the nearest, ties to even
             store_half(data + 2 * (first + i), word, mask)
             result = (word << 16).to(tl.float32, bitcast=True)

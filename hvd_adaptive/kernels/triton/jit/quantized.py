@@ -88,9 +88,7 @@ def find_nonfinite(
 
 
 @triton.jit
-def norms_of(
-    rows, sizes, clip, NORM: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr
-):
+def norms_of(rows, sizes, clip, NORM: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr):
     """The norms of each row; both are the same where a block has one."""
     wide = rows.to(tl.float64)
     if NORM == SIDES:

@@ -144,9 +144,7 @@ def refine(
 
 
 @triton.jit
-def count_selected(
-    table, tile_segments, prefixes, sizes, found, greater, ties, TILE: tl.constexpr
-):
+def count_selected(table, tile_segments, prefixes, sizes, found, greater, ties, TILE: tl.constexpr):
     """How many candidates of a tile are above the threshold, and how many on it."""
     tile = tl.program_id(0)
     span = tl.load(table + tl.load(tile_segments + tile) * FIELDS + 5)
