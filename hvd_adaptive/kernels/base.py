@@ -3,8 +3,8 @@
 A *family* is a set of functions with one Protocol; a *backend* is a package with a module per family.
 ``cpu`` (Numba) is for tensors in host memory, ``triton`` for those of NVIDIA's GPUs, where Triton is
 installed; ``reference`` (plain torch, any device) for everything else and as the oracle in tests: all
-backends give the same bytes. A new backend is a package, a value in :data:`BACKENDS`, and an entry in the
-row of each family that it has in :data:`REGISTRY`.
+backends give the same bytes. A new backend is a package, a value in :data:`BACKENDS`, and an entry in
+the row of each family that it has in :data:`REGISTRY`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ TILE = 4096
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **meta: Any
+    kernel: Any, grid: tuple[int, ...], device: torch.device, /, *arguments: Any, **meta: Any
 ) -> None:
     """Start a kernel on the current stream of ``device``; an empty grid starts nothing.
 

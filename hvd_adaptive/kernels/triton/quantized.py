@@ -1,12 +1,12 @@
 """Quantization on a GPU: a pass that looks for what is not finite, one that rounds, one that packs.
 
 :class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does. Memory traffic, in
-words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once, 5,
-and codes go through memory as a byte each on their way to their true width, 0.5 more. Decoding reads and
-writes the output, and reads the codes twice, of which the first time is for checks.
+words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once,
+which is 5, and codes go through memory as a byte each on their way to their true width, 0.5 more.
+Decoding reads and writes the output, and reads the codes twice, the first time to check them.
 
-Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded on
-the host, as they are made there.
+Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded
+on the host, where they are also made.
 """
 
 from __future__ import annotations

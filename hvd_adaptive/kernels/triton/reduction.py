@@ -1,7 +1,7 @@
 """What the owner of a shard does on a GPU: decode and sum all bodies in one pass, then encode the sum.
 
-:class:`hvd_adaptive.kernels.base.ReductionKernels` says what it does. Memory traffic, in words of 4 bytes
-per element: a write for the sum, whatever the number of bodies, and that of a compression.
+:class:`hvd_adaptive.kernels.base.ReductionKernels` says what it does. Memory traffic, in words of 4
+bytes per element: a write for the sum, however many bodies there are, and that of a compression.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotation of layers on a GPU: a launch for each size of chunks.
 
-:class:`hvd_adaptive.kernels.base.RotationKernels` says what each function does. Memory traffic, in words
-of 4 bytes per element: 2 reads to find the largest, 2 reads and a write to rotate; to rotate back, 2 or 3.
+:class:`hvd_adaptive.kernels.base.RotationKernels` says what each function does. Memory traffic, in
+words of 4 bytes per element: 2 to find the largest, 3 to rotate; 2 or 3 to rotate back.
 """
 
 from __future__ import annotations

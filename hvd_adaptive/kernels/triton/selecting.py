@@ -109,16 +109,17 @@ def _edges(owners: Int64s, count: int) -> Int64s:
 def _kept_segments(
     offsets: bytes, cuts: bytes, most: bytes, whole: bool, device: torch.device
 ) -> Segments:
-    arrays = (np.frombuffer(each, np.int64) for each in (offsets, cuts, most))
-    return Segments(*arrays, whole, device)
+    first, second, third = (np.frombuffer(each, np.int64) for each in (offsets, cuts, most))
+    return Segments(first, second, third, whole, device)
 
 
 def segments_of(
     offsets: Int64s, cuts: Int64s, most: Int64s, whole: bool, device: torch.device
 ) -> Segments:
     """The segments of a bucket; kept, because it has the same ones at every step."""
-    arrays = (np.ascontiguousarray(each, np.int64).tobytes() for each in (offsets, cuts, most))
-    return _kept_segments(*arrays, whole, device)
+    keys = (np.ascontiguousarray(each, np.int64).tobytes() for each in (offsets, cuts, most))
+    first, second, third = keys
+    return _kept_segments(first, second, third, whole, device)
 
 
 class Selection:
@@ -139,7 +140,7 @@ class Selection:
         self.nonfinite = torch.zeros(segments.layers, dtype=torch.int64, device=device)
         """``int64[L]``: 1 where the sum is not finite."""
         self.indices = torch.empty(segments.capacity, dtype=torch.int32, device=device)
-        """Of each piece, from its place in ``segments.capacities`` on, counted from the piece's start."""
+        """From each piece's place in ``segments.capacities`` on; they count from the piece's start."""
         self.values = torch.empty(segments.capacity, dtype=torch.float32, device=device)
         """Their values."""
 
@@ -209,7 +210,7 @@ class Selection:
         )
 
     def _place(self, counts: Tensor, quotas: Tensor) -> Tensor:
-        """Where each tile's selected elements go; returns the ties in the tiles of its span before it."""
+        """Where each tile's selected elements go; returns the ties in its span before it."""
         segments, (greater, ties) = self._segments, counts
         sums = torch.nn.functional.pad(torch.cumsum(ties, 0), (1, 0))
         before = sums[:-1] - sums[segments.span_tiles][segments.tile_spans]

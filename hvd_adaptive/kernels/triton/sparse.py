@@ -1,14 +1,14 @@
 """Sparse layers on a GPU: exactly the largest elements, and their positions and values as bytes.
 
-:class:`hvd_adaptive.kernels.base.SparseKernels` says what each function does; how elements are selected
-is in :mod:`hvd_adaptive.kernels.triton.selecting`. Memory traffic of compression, in words of 4 bytes per
-element: ``x`` and the gradients are read twice and ``x`` is written once, 5 in all, and what reaches the
-threshold's power of two, which of normally distributed values at 1 % is some 5 %, is written and read a
-few times more. Lists of candidates take 8 bytes per element while a bucket is compressed, of which memory
-that is not written is never touched.
+:class:`hvd_adaptive.kernels.base.SparseKernels` says what each function does; how elements are
+selected is in :mod:`hvd_adaptive.kernels.triton.selecting`. Memory traffic of compression, in words of
+4 bytes per element: ``x`` and the gradients are read twice and ``x`` is written once, 5 in all. What
+reaches the threshold's power of two, some 5 % of normally distributed values where 1 % is sent, is
+written and read a few times more. The lists of these candidates take 8 bytes per element while a bucket
+is compressed; most of that memory is never touched.
 
-The host waits once per call, for the sizes and the statistics. With the rules ``dgc`` and ``redsync`` it
-also waits for what the sample, or the bisection, says of each layer; a copy of the sums is made for that.
+The host waits once per call, for the sizes and the statistics. With the rules ``dgc`` and ``redsync``
+it also waits for what the sample, or the bisection, says of each layer, of a copy of the sums.
 
 Damage is only found here; what it is, and where, the reference then says.
 
@@ -36,7 +36,7 @@ from hvd_adaptive.kernels.reference import sparse as reference
 from hvd_adaptive.kernels.reference.sparse import count_to_send
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import encoding as jit
-from hvd_adaptive.kernels.triton.launching import launch, read_back, sums_between, upload
+from hvd_adaptive.kernels.triton.launching import launch, read_back, sums_between
 from hvd_adaptive.kernels.triton.receiving import ReceivedSparse
 from hvd_adaptive.kernels.triton.selecting import Segments, Selection, segments_of
 from hvd_adaptive.kernels.triton.spectra import (

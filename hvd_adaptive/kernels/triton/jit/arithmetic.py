@@ -1,5 +1,7 @@
 """Random numbers, fixed-order sums, packing and small integer functions that several kernels share."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 import triton
 import triton.language as tl
 

@@ -3,6 +3,8 @@
 A row of ``places`` is for one span of one body, which is a layer, or all of them.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 import triton
 import triton.language as tl
 
@@ -119,8 +121,8 @@ def first_one(window):
 def find_codes(data, bit, end, r, grows):
     """Starts of the next codes, up to 256, and where each ends, in bits from ``bit`` on.
 
-    The end of a code that is not complete in the window is its last bit. Where a code leads to from each
-    bit is known at once; the ``j``-th code is found by doubling: ``j`` jumps are as many of 1, 2, 4 ...
+    A code that is not complete in the window ends at its last bit. Where a code leads to from each bit
+    is known at once; the ``j``-th code is found by doubling: ``j`` jumps are as many of 1, 2, 4 ...
     """
     p = tl.arange(0, WINDOW)
     window = load_window(data, bit + p, end)
@@ -273,7 +275,7 @@ def add_values(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Add ``scale`` times the values of one body, or clear the places; from ``first_wrong`` on nothing."""
+    """Add ``scale`` times the values of a body, or clear their places, up to ``first_wrong``."""
     span = tl.program_id(0).to(tl.int64)
     row = places + (number * spans + span) * FIELDS
     count, code = tl.load(row + 2), tl.load(row + 3)

@@ -4,6 +4,8 @@ A program has a *tile*: ``ROWS`` blocks of a layer, each padded to ``2^LOG`` ele
 of layers are described in :mod:`hvd_adaptive.kernels.triton.quantized`.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Randomized Hadamard rotation: a program has ``ROWS`` chunks of ``2^LOG`` elements of one layer."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 import triton
 import triton.language as tl
 
@@ -59,7 +61,7 @@ def rotate(
     ROWS: tl.constexpr,
     LOG: tl.constexpr,
 ):
-    """Rotate layers, gradients added, if they are not too large; or back, in place or added to others."""
+    """Rotate layers that are not too large, gradients added; or back, in place or added to others."""
     tile = tl.program_id(0)
     layer = tl.load(tile_layers + tile)
     row = (tile - tl.load(first_tiles + layer)) * ROWS + tl.arange(0, ROWS)

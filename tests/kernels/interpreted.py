@@ -1,0 +1,66 @@
+"""A pytest plugin: Triton's kernels in the place of Numba's, under Triton's interpreter.
+
+``TRITON_INTERPRET=1 python -m pytest -p tests.kernels.interpreted FILE`` runs the tests of the kernels for
+host memory, or of anything above them, with those for GPUs. So every contract that the one backend keeps
+to is one of the other's. ``tests/kernels/test_triton.py`` does so for those in ``CONTRACTS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import triton.runtime.interpreter as interpreter
+from hypothesis import settings
+
+from hvd_adaptive.kernels.base import REGISTRY
+
+EXAMPLES = 4
+"""Of each property: a call takes a tenth of a second here, or several."""
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("set TRITON_INTERPRET=1: it must be known before triton is imported")
+
+
+def interpret_faster() -> None:
+    """Leave out what the interpreter does again for every call of a function by a kernel.
+
+    It patches Triton's language for each such call; once per kernel and module is enough, and takes half
+    of the time.
+    """
+    patched: set[str] = set()
+    run = interpreter.GridExecutor.__call__
+
+    def run_kernel(self: Any, *arguments: Any, **keywords: Any) -> None:
+        patched.clear()
+        run(self, *arguments, **keywords)
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn.__module__)
+        return self.rewrite()(*arguments, **keywords)
+
+    interpreter.GridExecutor.__call__ = run_kernel
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def put_in_place() -> None:
+    """Let both imports and the registry find Triton's modules where Numba's are looked for."""
+    for family, backends in REGISTRY.items():
+        if "triton" in backends:
+            module = importlib.import_module(backends["triton"])
+            package = importlib.import_module("hvd_adaptive.kernels.cpu")
+            setattr(package, family, module)
+            sys.modules[backends["cpu"]] = module
+            backends["cpu"] = backends["triton"]
+
+
+interpret_faster()
+put_in_place()
+
+from tests.kernels import inputs  # noqa: E402  (it imports the modules that were put in place)
+
+inputs.usual = settings(deadline=None, max_examples=EXAMPLES)

@@ -1,0 +1,120 @@
+"""Every gathered compressor with Triton's kernels and with the reference: the same bytes, bit for bit.
+
+Run by ``tests/kernels/test_triton.py`` in a process that interprets Triton.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_adaptive.compressors import GatheredCompressor, parse
+from hvd_adaptive.compressors.base import LayerBatch
+from hvd_adaptive.kernels.base import BACKENDS
+from hvd_adaptive.wire import WireError
+from tests.compressors.test_contract import GATHERED
+from tests.kernels.inputs import bits, damage, numbers
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1: see test_triton.py"
+)
+
+SIZES = (0, 1, 777, 2500)
+KINDS = ("normal", "normal", "wide", "mostly zero")
+EDGES = (2**16 - 1, 2**16, 2**16 + 1)
+AT_EDGES = ("topk:density=0.02,values=int8", "dgc:density=0.05", "qsgd:bits=4", "terngrad")
+RESERVE = 6
+
+
+@dataclass
+class Outcome:
+    """What one backend makes of a bucket."""
+
+    body: list[int]
+    remainder: list[int]
+    stats: list[float]
+    summed: list[int]
+    damaged: list[str]
+
+
+def outcome(spec: str, sizes: tuple[int, ...], kinds: tuple[str, ...], nonfinite: bool) -> Outcome:
+    """Compress, decode the sum of two, and decode what is damaged, with the backend in use."""
+    compressor = parse(spec)
+    assert isinstance(compressor, GatheredCompressor)
+    layers = [numbers(kind, size, 5) for kind, size in zip(kinds, sizes, strict=True)]
+    x = torch.from_numpy(np.concatenate(layers)).clamp(-1e30, 1e30)
+    grads = [torch.from_numpy(numbers("normal", size, size)) for size in sizes]
+    if nonfinite:
+        grads[-1][3] = torch.inf
+    keys = np.arange(len(sizes), dtype=np.uint64) + np.uint64(2**63)
+    offsets, levels = np.cumsum([0, *sizes]), [compressor.level] * len(sizes)
+    batch = LayerBatch(
+        x, offsets, levels, grads, keys, RESERVE, compressor.new_state(), dithers=keys, rotation=9
+    )
+    data, stats = compressor.compress_layers_(batch)
+    body = data[RESERVE:].clone()
+    outs = [torch.ones(size) for size in sizes]
+    compressor.decompress_layers_sum_([body, body], outs, 0.5)
+    rng = np.random.default_rng(7)
+    found = [finding(compressor, damage(body.numpy(), rng), sizes) for _ in range(3)]
+    return Outcome(
+        body.tolist(),
+        bits(x).tolist(),
+        [*stats.energy.tolist(), *stats.sent.tolist(), *stats.nonfinite.tolist()],
+        bits(torch.cat(outs)).tolist(),
+        found,
+    )
+
+
+def finding(
+    compressor: GatheredCompressor, data: np.ndarray[tuple[int], np.dtype[np.uint8]], sizes: tuple[int, ...]
+) -> str:
+    """What is found wrong, or the sum of what is decoded."""
+    outs: list[Tensor] = [torch.zeros(size) for size in sizes]
+    try:
+        compressor.decompress_layers_add_(torch.from_numpy(data.copy()), outs, 1.0)
+    except WireError as error:
+        return str(error)
+    return str(torch.cat(outs).double().sum().item())
+
+
+def assert_same(
+    spec: str,
+    sizes: tuple[int, ...],
+    kinds: tuple[str, ...],
+    nonfinite: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = outcome(spec, sizes, kinds, nonfinite)
+    monkeypatch.setitem(BACKENDS, "cpu", "reference")
+    expected = outcome(spec, sizes, kinds, nonfinite)
+    assert found.body == expected.body
+    assert found.remainder == expected.remainder
+    np.testing.assert_allclose(found.stats, expected.stats, rtol=1e-10)
+    assert found.summed == expected.summed
+    assert found.damaged == expected.damaged
+
+
+@pytest.mark.parametrize("spec", GATHERED)
+def test_a_bucket_has_the_same_bytes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same(spec, SIZES, KINDS, False, monkeypatch)
+
+
+@pytest.mark.parametrize("spec", GATHERED[::4])
+def test_so_has_one_with_a_layer_that_is_not_finite(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "hadamard" in spec or "globaltopk" in spec:
+        pytest.skip("the others of one vector, and what is not rotated, are in the contracts")
+    assert_same(spec, SIZES, KINDS, True, monkeypatch)
+
+
+@pytest.mark.parametrize("numel", EDGES)
+@pytest.mark.parametrize("spec", AT_EDGES)
+def test_and_layers_at_the_edge_of_16_bits(
+    spec: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same(spec, (numel,), ("normal",), False, monkeypatch)
