@@ -43,12 +43,11 @@ def halved_totals(rows, ROWS: tl.constexpr, LOG: tl.constexpr):
 @triton.jit
 def bit_length(x):
     """Bits of numbers from 0 to 2^31 - 1, by comparison: a conversion to float would round up."""
-    length = tl.zeros_like(x)
+    length = x * 0  # of numbers and of tiles
     for step in tl.static_range(5):
-        shift: tl.constexpr = 16 >> step
-        large = (x >> shift) > 0
-        length = tl.where(large, length + shift, length)
-        x = tl.where(large, x >> shift, x)
+        large = (x >> (16 >> step)) > 0
+        length = tl.where(large, length + (16 >> step), length)
+        x = tl.where(large, x >> (16 >> step), x)
     return length + (x > 0).to(length.dtype)
 
 

@@ -35,11 +35,9 @@ LONGEST = tl.constexpr(31)
 @triton.jit
 def read_varint(data, position, size):
     """(number, position after it, whether it is cut short or longer than it need be)."""
-    value = position * 0
-    length = position * 0
-    reading = 1
-    last = 0
-    for step in range(9):
+    value, length, last = position * 0, position * 0, position * 0
+    reading = position * 0 + 1
+    for step in tl.static_range(9):
         byte = tl.load(data + position + step, mask=position + step < size, other=0).to(tl.int64)
         value = tl.where(reading == 1, value | ((byte & 127) << (7 * step)), value)
         length = tl.where(reading == 1, length + 1, length)
@@ -180,10 +178,12 @@ def decode_positions(bodies, numels, places, indices, spans):
             if found > 0:
                 gaps, long = code_at(data, bit + starts, end, r, grows)
                 steps = tl.where(complete, gaps + 1, 0)
-                index = last + tl.cumsum(steps, 0)
-                outside = complete & (long | (index >= numel))
+                reached = last + tl.cumsum(steps, 0)
+                outside = complete & (long | (reached >= numel))
                 wrong = wrong | tl.max(outside.to(tl.int64), 0)
-                tl.store(indices + base + done + j, index.to(tl.int32), mask=complete & (index < numel))
+                tl.store(
+                    indices + base + done + j, reached.to(tl.int32), mask=complete & (reached < numel)
+                )
                 last = last + tl.sum(steps, 0)
                 bit = bit + tl.max(tl.where(complete, ends, 0), 0)
                 done = done + found
