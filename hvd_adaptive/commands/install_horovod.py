@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +45,8 @@ TOOLS: Final = {
 EPILOG: Final = """\
 Uses the MPI, compiler and CMake on PATH; on a cluster, load their modules first. Takes some minutes.
 Variables named HOROVOD_... are passed to the build: HOROVOD_GPU_OPERATIONS=NCCL for GPUs,
-HOROVOD_WITHOUT_MPI=1 for Gloo alone.
+HOROVOD_WITHOUT_MPI=1 for Gloo alone. The GPUs' architectures are those that nvcc knows; others are named
+by HOROVOD_BUILD_CUDA_CC_LIST=80,90, or by NVCC_GENCODE="-gencode arch=compute_100f,code=sm_100f".
 
 examples:
   hva install-horovod
@@ -165,14 +165,48 @@ def unpack(sdist: Path, work: Path) -> Path:
     return work / f"horovod-{VERSION}"
 
 
+CUDA_CMAKE: Final = "horovod/common/ops/cuda/CMakeLists.txt"
+NVCC_FLAGS: Final = "cmake/build_utils.py"
+
+
 def patch(source: Path) -> None:
-    """torch's headers need C++17 since 2.1; the release asks for 14."""
+    """Make the release compile with today's torch, compilers and CUDA, as conda-forge does.
+
+    https://github.com/conda-forge/horovod-feedstock/tree/main/recipe has patches of the same names.
+    """
+    # 3998.patch, https://github.com/horovod/horovod/pull/3998: torch's headers need C++17 since 2.1
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
-        file = source / name
-        text = file.read_text(encoding="utf-8")
-        file.write_text(
-            re.sub("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17", text), encoding="utf-8"
-        )
+        _replace(source / name, "CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17")
+    # 4313.patch, https://github.com/horovod/horovod/pull/4313: nvcc takes no headers of GCC 14 as C++11
+    _replace(
+        source / CUDA_CMAKE,
+        "set(CMAKE_CUDA_STANDARD 11)\n",
+        "set(CMAKE_CUDA_STANDARD 11)\n"
+        "if(CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 14)\n"
+        "  set(CMAKE_CUDA_STANDARD 14)\n"
+        "endif()\n",
+    )
+    # use_nvcc_gencode.patch: Horovod asks nvcc for its architectures and reads numbers alone, but some
+    # of CUDA 13's have suffixes; NVCC_GENCODE says which to compile for, as conda's nvcc sets it
+    _replace(
+        source / NVCC_FLAGS,
+        "    cc_list_env = os.environ.get('HOROVOD_BUILD_CUDA_CC_LIST')\n",
+        "    cc_list_env = os.environ.get('HOROVOD_BUILD_CUDA_CC_LIST')\n"
+        "    if cc_list_env is None and os.environ.get('NVCC_GENCODE'):\n"
+        "        return default_flags + os.environ['NVCC_GENCODE'].split()\n",
+    )
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    """Replace every ``old``.
+
+    Raises:
+        BuildError: there is none, so the sources are not those that the patch is for.
+    """
+    text = file.read_text(encoding="utf-8")
+    if old not in text:
+        raise BuildError(f"{file} of Horovod {VERSION} has no {old!r} to patch")
+    file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def build_environment(before: Mapping[str, str]) -> dict[str, str]:
@@ -191,6 +225,9 @@ def build_environment(before: Mapping[str, str]) -> dict[str, str]:
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
     }
+    # 3957.patch of conda-forge, https://github.com/horovod/horovod/pull/3957, adds headers that those
+    # of GCC 13 no longer include (https://gcc.gnu.org/gcc-13/porting_to.html); here, in all files
+    always["CXXFLAGS"] = f"{before.get('CXXFLAGS', '')} -include cstdint".strip()
     for name in ("MPI", "GLOO"):
         if f"HOROVOD_WITHOUT_{name}" not in before:
             always[f"HOROVOD_WITH_{name}"] = "1"

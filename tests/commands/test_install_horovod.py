@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,14 @@ from tests.harness.rank_launcher import ROOT
 FILES = {
     "CMakeLists.txt": "project(horovod)\nset(CMAKE_CXX_STANDARD 14)\n",
     "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\n",
+    install_horovod.CUDA_CMAKE: "set(CMAKE_CUDA_STANDARD 11)\nadd_library(kernels cuda_kernels.cu)\n",
+    install_horovod.NVCC_FLAGS: """\
+import os
+def get_nvcc_flags():
+    default_flags = ['-O3']
+    cc_list_env = os.environ.get('HOROVOD_BUILD_CUDA_CC_LIST')
+    return default_flags + [str(cc_list_env)]
+""",
 }
 
 
@@ -41,9 +50,45 @@ def test_sources_are_unpacked_and_patched_to_the_standard_of_torch(
     monkeypatch.setattr(install_horovod, "SHA256", hashlib.sha256(sdist.read_bytes()).hexdigest())
     source = install_horovod.unpack(sdist, tmp_path)
     install_horovod.patch(source)
-    for name, text in FILES.items():
-        patched = text.replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17")
-        assert (source / name).read_text() == patched != text
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        patched = FILES[name].replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17")
+        assert (source / name).read_text() == patched != FILES[name]
+
+
+def test_gpus_are_compiled_for_as_conda_forge_does(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install_horovod, "SHA256", hashlib.sha256(sdist.read_bytes()).hexdigest())
+    source = install_horovod.unpack(sdist, tmp_path)
+    install_horovod.patch(source)
+    lines = (source / install_horovod.CUDA_CMAKE).read_text().splitlines()
+    assert lines[1:4] == [
+        "if(CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 14)",
+        "  set(CMAKE_CUDA_STANDARD 14)",
+        "endif()",
+    ]
+    names: dict[str, Any] = {}
+    exec((source / install_horovod.NVCC_FLAGS).read_text(), names)
+    flags = names["get_nvcc_flags"]
+    monkeypatch.setenv("NVCC_GENCODE", "-gencode arch=compute_100f,code=sm_100f")
+    assert flags() == ["-O3", "-gencode", "arch=compute_100f,code=sm_100f"]
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
+    assert flags() == ["-O3", "90"]
+
+
+def test_sources_that_a_patch_does_not_fit_are_refused(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install_horovod, "SHA256", hashlib.sha256(sdist.read_bytes()).hexdigest())
+    source = install_horovod.unpack(sdist, tmp_path)
+    (source / install_horovod.CUDA_CMAKE).write_text("project(other)")
+    with pytest.raises(BuildError, match="has no 'set"):
+        install_horovod.patch(source)
+
+
+def test_headers_that_gcc_13_leaves_out_are_included_beside_own_flags() -> None:
+    made = install_horovod.build_environment({"CXXFLAGS": "-O1"})
+    assert made["CXXFLAGS"] == "-O1 -include cstdint"
 
 
 def test_other_sources_are_refused(sdist: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A pytest plugin: Triton's kernels in the place of Numba's, under Triton's interpreter.
 
-``TRITON_INTERPRET=1 python -m pytest -p tests.kernels.interpreted FILE`` runs the tests of the kernels for
-host memory, or of anything above them, with those for GPUs. So every contract that the one backend keeps
-to is one of the other's. ``tests/kernels/test_triton.py`` does so for those in ``CONTRACTS``.
+``TRITON_INTERPRET=1 python -m pytest -p tests.kernels.interpreted FILE`` runs the tests of the kernels
+for host memory, or of anything above them, with those for GPUs. So every contract that the one backend
+keeps to is one of the other's. ``tests/kernels/test_triton.py`` does so for those in ``CONTRACTS``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 from typing import Any
 
-import triton.runtime.interpreter as interpreter
 from hypothesis import settings
+from triton.runtime import interpreter
 
 from hvd_adaptive.kernels.base import REGISTRY
 
@@ -27,8 +27,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 def interpret_faster() -> None:
     """Leave out what the interpreter does again for every call of a function by a kernel.
 
-    It patches Triton's language for each such call; once per kernel and module is enough, and takes half
-    of the time.
+    It patches Triton's language for each such call; once per kernel and module is enough, and takes
+    half of the time.
     """
     patched: set[str] = set()
     run = interpreter.GridExecutor.__call__

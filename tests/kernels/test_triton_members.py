@@ -72,7 +72,9 @@ def outcome(spec: str, sizes: tuple[int, ...], kinds: tuple[str, ...], nonfinite
 
 
 def finding(
-    compressor: GatheredCompressor, data: np.ndarray[tuple[int], np.dtype[np.uint8]], sizes: tuple[int, ...]
+    compressor: GatheredCompressor,
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    sizes: tuple[int, ...],
 ) -> str:
     """What is found wrong, or the sum of what is decoded."""
     outs: list[Tensor] = [torch.zeros(size) for size in sizes]

@@ -8,6 +8,13 @@ import triton.language as tl
 INF = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
+entry = triton.jit(
+    do_not_specialize=[
+        *("origin", "layers", "count", "number", "spans", "pieces", "reserve", "numel", "expected")
+    ]
+)
+"""A kernel that is told sizes: it is not compiled again where one of them is 1, or a multiple of 16."""
+
 
 @triton.jit
 def magnitude_bits(x):

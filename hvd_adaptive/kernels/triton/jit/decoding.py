@@ -8,7 +8,7 @@ A row of ``places`` is for one span of one body, which is a layer, or all of the
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, load_float
+from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, entry, load_float
 from hvd_adaptive.kernels.triton.jit.encoding import (
     BF16,
     BLOCK,
@@ -56,7 +56,7 @@ def bytes_of(count, code):
     return tl.where(code == SIGN, (count + 7) // 8 + 8, size)
 
 
-@triton.jit
+@entry
 def walk(bodies, numels, places, spans, expected):
     """Where the spans of each body lie; after the first damaged one all are."""
     number = tl.program_id(0)
@@ -152,7 +152,7 @@ def code_at(data, bit, end, r, grows):
     return gap + low, wrong
 
 
-@triton.jit
+@entry
 def decode_positions(bodies, numels, places, indices, spans):
     """The indices of a span: one block of 256 codes after the other, the codes of a block at once."""
     number, span = tl.program_id(0), tl.program_id(1)
@@ -234,7 +234,7 @@ def load_values(data, start, code, i, mask):
     return value
 
 
-@triton.jit
+@entry
 def check_values(bodies, places, spans, SIZE: tl.constexpr):
     """Mark spans that hold a value that is not finite, or signs of no value."""
     number, span = tl.program_id(0), tl.program_id(1)
@@ -259,7 +259,7 @@ def check_values(bodies, places, spans, SIZE: tl.constexpr):
             tl.store(row + 5, 1, mask=(byte >> rest) > 0)
 
 
-@triton.jit
+@entry
 def add_values(
     bodies,
     places,

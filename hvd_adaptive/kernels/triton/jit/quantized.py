@@ -15,6 +15,7 @@ from hvd_adaptive.kernels.quantization import NAN_BF16 as _NAN_BF16
 from hvd_adaptive.kernels.quantization import WEIGHT_SHIFT as _WEIGHT_SHIFT
 from hvd_adaptive.kernels.triton.jit.arithmetic import (
     INF,
+    entry,
     halved_totals,
     load_codes,
     load_float,
@@ -169,7 +170,7 @@ def decoded(codes, first, second, levels, mask, NORM: tl.constexpr):
     return values
 
 
-@triton.jit
+@entry
 def quantize(
     x,
     table,
@@ -225,7 +226,7 @@ def quantize(
         tl.store(energies + 2 * tile + 1, tl.sum(tl.sum(sent * sent, 1), 0))
 
 
-@triton.jit
+@entry
 def pack(
     table, tile_layers, first_tiles, bad, starts, body, codes, norm_bytes, origin, SIZE: tl.constexpr
 ):
@@ -260,7 +261,7 @@ def pack(
 # --- decoding ------------------------------------------------------------------------------------
 
 
-@triton.jit
+@entry
 def walk(bodies, alphabets, numels, norm_bytes, places, layers):
     """Where the layers of each body lie; after the first damaged one all are."""
     number = tl.program_id(0)
@@ -290,7 +291,7 @@ def walk(bodies, alphabets, numels, norm_bytes, places, layers):
     tl.store(row, (position != size).to(tl.int64))
 
 
-@triton.jit
+@entry
 def find_damage(
     bodies,
     alphabets,
@@ -334,7 +335,7 @@ def find_damage(
         tl.store(row + 3, 1, mask=damaged)
 
 
-@triton.jit
+@entry
 def add_decoded(
     bodies,
     alphabets,
@@ -393,7 +394,7 @@ def add_decoded(
 # --- others --------------------------------------------------------------------------------------
 
 
-@triton.jit
+@entry
 def round_to_bf16(out, x, numel, key, SIZE: tl.constexpr):
     """Random bits, added to the lower half, carry into the upper half that is kept."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -406,7 +407,7 @@ def round_to_bf16(out, x, numel, key, SIZE: tl.constexpr):
     tl.store(out + i, (result | ((word >> 16) & -0x8000)).to(tl.int16), mask=mask)
 
 
-@triton.jit
+@entry
 def weigh_shares(
     x,
     numel,

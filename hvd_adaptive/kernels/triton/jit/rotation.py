@@ -7,7 +7,7 @@ import triton.language as tl
 
 from hvd_adaptive.kernels.rotation import LARGEST_BACK as _LARGEST_BACK
 from hvd_adaptive.kernels.rotation import LARGEST_ROTATED as _LARGEST_ROTATED
-from hvd_adaptive.kernels.triton.jit.arithmetic import magnitude_bits, random_words
+from hvd_adaptive.kernels.triton.jit.arithmetic import entry, magnitude_bits, random_words
 
 LARGEST_BACK = tl.constexpr(_LARGEST_BACK)
 LARGEST_ROTATED = tl.constexpr(_LARGEST_ROTATED)
@@ -20,7 +20,7 @@ def load_layer(addresses, layer, e, mask):
     return place, tl.load(place, mask=mask, other=0.0)
 
 
-@triton.jit
+@entry
 def find_largest(
     layers, grads, numels, tile_layers, first_tiles, tops, HAS_GRADS: tl.constexpr, SIZE: tl.constexpr
 ):
@@ -46,7 +46,7 @@ def butterflies(rows, ROWS: tl.constexpr, LOG: tl.constexpr):
     return tl.reshape(rows, (ROWS, 1 << LOG)) * (1.0 / (1 << (LOG // 2)))
 
 
-@triton.jit
+@entry
 def rotate(
     layers,
     others,

@@ -2,16 +2,15 @@
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
-import triton
 import triton.language as tl
 
 from hvd_adaptive.kernels.floats import BINS as _BINS
-from hvd_adaptive.kernels.triton.jit.arithmetic import magnitude_bits
+from hvd_adaptive.kernels.triton.jit.arithmetic import entry, magnitude_bits
 
 BINS = tl.constexpr(_BINS)
 
 
-@triton.jit
+@entry
 def count_bins(x, numel, counts, GROUP: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr):
     """Of all elements, or of groups of ``GROUP`` that begin ``STRIDE`` apart."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -24,7 +23,7 @@ def count_bins(x, numel, counts, GROUP: tl.constexpr, STRIDE: tl.constexpr, SIZE
     tl.atomic_add(counts + (size >> 16), tl.full((SIZE,), 1, tl.int64), mask=mask, sem="relaxed")
 
 
-@triton.jit
+@entry
 def refine_bins(x, numel, rows, counts, SIZE: tl.constexpr):
     """The lower 16 bits of the elements whose bins have a row."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -35,7 +34,7 @@ def refine_bins(x, numel, rows, counts, SIZE: tl.constexpr):
     tl.atomic_add(place, tl.full((SIZE,), 1, tl.int32), mask=row >= 0, sem="relaxed")
 
 
-@triton.jit
+@entry
 def summarize(x, numel, counts, sums, SIZE: tl.constexpr):
     """The spectrum, and of each program the sum of magnitudes, the energy and the largest."""
     program = tl.program_id(0)
@@ -51,7 +50,7 @@ def summarize(x, numel, counts, sums, SIZE: tl.constexpr):
     tl.store(sums + 3 * program + 2, largest.to(tl.float64))
 
 
-@triton.jit
+@entry
 def sum_bins(x, numel, sums, SIZE: tl.constexpr):
     """Number, magnitudes and squares of the elements of each bin and sign."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
