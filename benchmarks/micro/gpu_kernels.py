@@ -1,14 +1,14 @@
 """What Triton's kernels cost on a GPU, in memcpys of the gradient and as a share of its bandwidth.
 
-One command, on a machine with a GPU, and no network: the table is a roofline. *Words* are what an operation
-must read and write per element, in 4 bytes; *memcpys* are its time over that of a device-to-device copy
-of the gradient, which moves two words; *share* is the bandwidth of those words over that of the copy. An
-operation that does nothing but move its words has a share of 1.
+One command, on a machine with a GPU, without a network. The table is a roofline: *words* are what an
+operation must read and write per element, in 4 bytes; *memcpys* are its time over that of a copy of the
+gradient in device memory, which moves two words; *share* is the bandwidth of those words over that of
+the copy. An operation that does nothing but move its words has a share of 1.
 
-    python -m benchmarks.micro.gpu_kernels              # prints the table, writes results/gpu_kernels.json
+    python -m benchmarks.micro.gpu_kernels              # prints it, writes results/gpu_kernels.json
     python -m benchmarks.micro.gpu_kernels --check      # 1 if a stored target is missed
     python -m benchmarks.micro.gpu_kernels --quick      # small and few; no targets, no file
-    python -m benchmarks.micro.gpu_kernels --interpret  # without a GPU: runs all, and measures nothing
+    python -m benchmarks.micro.gpu_kernels --interpret  # without a GPU: runs all, measures nothing
 """
 
 from __future__ import annotations

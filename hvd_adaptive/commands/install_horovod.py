@@ -45,8 +45,8 @@ TOOLS: Final = {
 EPILOG: Final = """\
 Uses the MPI, compiler and CMake on PATH; on a cluster, load their modules first. Takes some minutes.
 Variables named HOROVOD_... are passed to the build: HOROVOD_GPU_OPERATIONS=NCCL for GPUs,
-HOROVOD_WITHOUT_MPI=1 for Gloo alone. The GPUs' architectures are those that nvcc knows; others are named
-by HOROVOD_BUILD_CUDA_CC_LIST=80,90, or by NVCC_GENCODE="-gencode arch=compute_100f,code=sm_100f".
+HOROVOD_WITHOUT_MPI=1 for Gloo alone. GPUs are compiled for as nvcc can, or for those that are named by
+HOROVOD_BUILD_CUDA_CC_LIST=80,90, or by NVCC_GENCODE="-gencode arch=compute_100f,code=sm_100f".
 
 examples:
   hva install-horovod

@@ -1,8 +1,9 @@
 """Triton's kernels, compiled for a GPU that is not there: what its interpreter does not see.
 
 ``TRITON_INTERPRET=1 python -m tests.kernels.triton_programs record FILE`` runs a little of everything
-and writes down how kernels were called; ``python -m tests.kernels.triton_programs compile FILE`` compiles
-each of them for compute capability 9.0: in another process, as the first one interprets all it imports.
+and writes down how kernels were called; ``python -m tests.kernels.triton_programs compile FILE``
+compiles each of them for compute capability 9.0, in another process: the first one interprets what it
+imports.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ which are put together by atomic ORs into zeros.
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, store_float
+from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, entry, store_float
 from hvd_adaptive.wire.sparse import CODE_BLOCK as _CODE_BLOCK
 from hvd_adaptive.wire.sparse import HEAD_BITS as _HEAD_BITS
 from hvd_adaptive.wire.sparse import HEAD_PARAMETER as _HEAD_PARAMETER
@@ -93,7 +93,7 @@ def store_varint(data, x, length, mask):
         tl.store(data + step, byte.to(tl.uint8), mask=mask & (step < length))
 
 
-@triton.jit
+@entry
 def place_pieces(
     body, counts, wrong, first_bits, streams, value_starts, total, pieces, reserve, FORMAT: tl.constexpr
 ):
