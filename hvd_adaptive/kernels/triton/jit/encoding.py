@@ -237,6 +237,36 @@ def store_half(data, word, mask):
 
 
 @triton.jit
+def write_int8(place, value, mask):
+    """A scale and a byte per value; returns what they decode to."""
+    i = tl.arange(0, BLOCK)
+    top = tl.max(tl.abs(value), 0)
+    scale = tl.div_rn(top, top * 0.0 + 127.0)
+    least = (tl.full((1,), 1, tl.int32)).to(tl.float32, bitcast=True)
+    scale = tl.minimum(tl.maximum(least, scale), MAX_SCALE)
+    share = tl.div_rn(value, tl.broadcast_to(scale, (BLOCK,)))
+    code = (share + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
+    code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+    store_float(place + tl.zeros((1,), tl.int64), scale, tl.full((1,), 1, tl.int1))
+    tl.store(place + 4 + i, code.to(tl.int32).to(tl.uint8), mask=mask)
+    return code * scale
+
+
+@triton.jit
+def write_signs(data, means, value, first, size):
+    """A bit per value, and before the first block the means; returns what they decode to."""
+    i = tl.arange(0, BLOCK)
+    negative = value < 0
+    above, below = tl.load(means), tl.load(means + 1)
+    bits = tl.reshape(negative.to(tl.int32) << (i & 7), (BLOCK // 8, 8))
+    byte = tl.arange(0, BLOCK // 8)
+    tl.store(data + 8 + first // 8 + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < size)
+    two = tl.arange(0, 2)
+    store_float(data + 4 * two, tl.where(two == 0, above, below), two * 0 + first == 0)
+    return tl.where(negative, -below, above)
+
+
+@triton.jit
 def write_values(
     block_pieces,
     first_blocks,
@@ -274,28 +304,9 @@ def write_values(
             store_half(data + 2 * (first + i), word, mask)
             result = (word << 16).to(tl.float32, bitcast=True)
         elif FORMAT == INT8:
-            top = tl.max(tl.abs(value), 0)
-            scale = tl.div_rn(top, top * 0.0 + 127.0)
-            least = (tl.full((1,), 1, tl.int32)).to(tl.float32, bitcast=True)
-            scale = tl.minimum(tl.maximum(least, scale), MAX_SCALE)
-            share = tl.div_rn(value, tl.broadcast_to(scale, (BLOCK,)))
-            code = (share + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
-            code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-            place = data + (first // BLOCK) * (BLOCK + 4)
-            store_float(place + tl.zeros((1,), tl.int64), scale, tl.full((1,), 1, tl.int1))
-            tl.store(place + 4 + i, code.to(tl.int32).to(tl.uint8), mask=mask)
-            result = code * scale
+            result = write_int8(data + first // BLOCK * (BLOCK + 4), value, mask)
         else:
-            negative = value < 0
-            above, below = tl.load(means + 2 * piece), tl.load(means + 2 * piece + 1)
-            result = tl.where(negative, -below, above)
-            bits = tl.reshape(negative.to(tl.int32) << (i & 7), (BLOCK // 8, 8))
-            byte = tl.arange(0, BLOCK // 8)
-            place = data + 8 + first // 8 + byte
-            tl.store(place, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < size)
-            two = tl.arange(0, 2)
-            mean = tl.where(two == 0, above, below)
-            store_float(data + 4 * two, mean, two * 0 + first == 0)
+            result = write_signs(data, means + 2 * piece, value, first, size)
         tl.store(values + own + i, result, mask=mask)
         index = tl.load(indices + own + i, mask=mask, other=0).to(tl.int64)
         tl.store(x + tl.load(offsets + piece) + index, value - result, mask=mask)
