@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def tables(
     name: str,
     measure: Callable[[bool], dict[str, Any]],
     missed: Callable[[dict[str, Any]], list[str]],
+    others: Mapping[str, str] | None = None,
 ) -> int:
     """The program of a benchmark that measures all that it has, and then writes one file.
 
@@ -69,12 +70,15 @@ def tables(
         name: of the file of results.
         measure: gives the figures, of little if told so; prints each table as soon as it is there.
         missed: the targets that the figures do not meet.
+        others: options that the caller has looked at, and what ``--help`` says of each.
 
     Returns:
         The exit status: 130 after Ctrl-C, 1 if a stored file is to be checked and misses a target.
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
     quick_or_check(found)
+    for option, text in (others or {}).items():
+        found.add_argument(option, action="store_true", help=text)
     options = found.parse_args()
     if options.check:
         return check(name, missed)

@@ -171,7 +171,8 @@ def main() -> int:
     ):
         print("there is no GPU here: nothing was measured, and no file has changed", file=sys.stderr)
         return 1
-    return command_line.tables(__doc__, "gpu_kernels", measure, missed)
+    others = {"--interpret": "without a GPU: run all once, and measure nothing"}
+    return command_line.tables(__doc__, "gpu_kernels", measure, missed, others)
 
 
 if __name__ == "__main__":
