@@ -17,7 +17,6 @@ from tests.distributed.workloads import (
     assert_ranks_agree,
     assert_same,
     bits,
-    loss_of,
     make_model,
     mean_of,
     ours,
@@ -370,28 +369,6 @@ def test_channels_last_weights_are_compressed_as_contiguous_ones_are() -> None:
         return snapshots
 
     assert_same(run(torch.channels_last), run(torch.contiguous_format))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["compiled", "autocast"])
-def test_compiled_models_and_autocast_gradients_are_compressed(how: str) -> None:
-    def run(changed: bool) -> list[Any]:
-        model = make_model(Model)
-        optimizer = wrapped(model)
-        forward = torch.compile(model, backend="aot_eager") if changed and how == "compiled" else model
-        snapshots = []
-        for step in range(3):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-                loss = loss_of(forward, step)
-            loss.backward()
-            optimizer.step()
-            assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
-            snapshots.append(snapshot(model))
-        assert_ranks_agree(model)
-        return snapshots
-
-    assert_same(run(True), run(False))
 
 
 @pytest.mark.ranks(2, 4)
