@@ -15,6 +15,7 @@
 # Environment:
 #     PYTHON       the interpreter that .venv is made with (default: python3)
 #     HVA_TORCH    what pip installs as torch into .venv, options included (default: torch==2.13.0)
+#     HVA_EXTRAS   further extras of setup.cfg: gpu brings Triton, whose kernels the tests interpret (300 MB)
 #     HVA_CACHE    where the built Horovod wheels are kept (default: ~/.cache/hvd_adaptive/wheels; without HOME:
 #                  build/wheels in this repository)
 #     HVA_DATA     the folder for the data sets (default: data/ in this repository)
@@ -89,7 +90,7 @@ require_own_environment() {
 environment_key() {
     {
         cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
-        say "$root" "$torch_requirement"
+        say "$root" "$torch_requirement" "${HVA_EXTRAS:-}"
         python_versions
         other_clone
         mpi_identity
@@ -273,7 +274,7 @@ ensure_horovod() {
     stamp horovod "$folder"
 }
 
-install_package() { "$python" -m pip install --no-build-isolation -e "${root}[dev,train]"; }
+install_package() { "$python" -m pip install --no-build-isolation -e "${root}[dev,train${HVA_EXTRAS:+,$HVA_EXTRAS}]"; }
 
 # PyPI's mpi4py finds the MPI at run time, and on some clusters the wrong one or none.
 match_mpi4py() {
