@@ -250,8 +250,7 @@ class Reducer:
         Raises:
             ValueError: ranks disagree on their layers.
             WireError: a payload is damaged.
-            RuntimeError: a gradient that had arrived was dropped on some rank, or a rank has called
-                ``hvd.join()`` where that does not work; on all ranks that synchronize.
+            RuntimeError: a gradient was dropped on a rank, or ``hvd.join()`` does not work.
             HorovodInternalError, LostRankError: a rank has gone (elastic runs restore from the first).
         """
         if not self._active:
