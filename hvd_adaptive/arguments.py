@@ -6,13 +6,13 @@ import math
 import numbers
 import os
 import reprlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,6 +20,8 @@ from torch.nn import Parameter
 from hvd_adaptive import planning
 from hvd_adaptive.adaptation.automatic import expand
 from hvd_adaptive.adaptation.candidates import check_per_rank_levels
+from hvd_adaptive.comm.request import ADASUM, AVERAGE
+from hvd_adaptive.comm.world import World
 from hvd_adaptive.compressors import CastCompressor, Compressor, NoCompression, format_spec
 from hvd_adaptive.config import (
     DEFAULT_SCHEME,
@@ -35,9 +37,7 @@ from hvd_adaptive.planning import Recipe
 from hvd_adaptive.telemetry import Telemetry
 
 # Horovod asks for this module's name to know its own optimizer (see the wrapped optimizer's methods).
-HOROVOD_MODULE: str = hvd.DistributedOptimizer.__module__
-
-_OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
+HOROVOD_MODULE = "horovod.torch.optimizer"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Arguments:
     gradient_predivide_factor: float
     groups: int | list[list[Tensor]] | None
     sparse_as_dense: bool
-    process_set: hvd.ProcessSet
+    process_set: Any
     feedback: str | Feedback | None
     scheme: str | Mapping[str, str]
     planner: str | Recipe | None
@@ -88,20 +88,21 @@ class Arguments:
     overrides: Mapping[str, Spec] | None
     seed: int
 
-    def check(self, active: bool) -> Checked:
+    def check(self, world: World, active: bool) -> Checked:
         """Make what the optimizer is built of.
 
         Args:
+            world: what connects the ranks.
             active: whether this rank sends gradients.
 
         Raises:
             ValueError: an argument is out of range, or a name is unknown.
             TypeError: an argument is of the wrong type.
         """
-        _check_process_set(self.process_set)
+        world.check_process_set(self.process_set)
         _check_optimizer(self.optimizer)
         passes = at_least(1, "backward_passes_per_step", self.backward_passes_per_step)
-        _check_operation(self.op, self.gradient_predivide_factor)
+        _check_operation(world, self.op, self.gradient_predivide_factor)
         _check_seed(self.seed)
         Telemetry.parse(self.telemetry)
         named = _named(self.optimizer, self.named_parameters)
@@ -121,7 +122,7 @@ class Arguments:
         config.check_patterns([name for name, _ in named])
         _check_momentum(config, self.optimizer)
         dense_steps, lr_warmup = _dense_steps(self.dense_steps)
-        if self.op == hvd.Adasum and not _is_plain(config, dense_steps or lr_warmup):
+        if self.op == ADASUM and not _is_plain(config, dense_steps or lr_warmup):
             raise ValueError(
                 "op=Adasum combines whole gradients: it works only with compression='none' and "
                 "without overrides; use op=Average or op=Sum with compression"
@@ -137,11 +138,11 @@ class Arguments:
             _recipe(chosen.planner, config, alternatives),
             alternatives,
         )
-        return Checked(config, options, named, self._reduction())
+        return Checked(config, options, named, self._reduction(world))
 
-    def _reduction(self) -> dict[str, str]:
+    def _reduction(self, world: World) -> dict[str, str]:
         return {
-            "op": _OPERATIONS.get(self.op, str(self.op)),
+            "op": world.operations.get(self.op, str(self.op)),
             "seed": str(int(self.seed)),
             "gradient_predivide_factor": str(float(self.gradient_predivide_factor)),
         }
@@ -160,24 +161,6 @@ def warn_without_dense_steps(checked: Checked) -> None:
         )
 
 
-def is_registered(process_set: Any) -> bool:
-    """Whether Horovod knows it: then it can carry messages."""
-    return isinstance(process_set, hvd.ProcessSet) and process_set.process_set_id is not None
-
-
-def _check_process_set(process_set: Any) -> None:
-    if not isinstance(process_set, hvd.ProcessSet):
-        raise TypeError(
-            f"process_set must be a process set of Horovod, got {_shown(process_set)}: write "
-            "hvd.global_process_set, or leave it out"
-        )
-    if not is_registered(process_set):
-        raise ValueError(
-            f"process_set is one that Horovod does not know, {process_set}: pass it to "
-            "hvd.init(process_sets=...) or to hvd.add_process_set() first, on all ranks"
-        )
-
-
 def _check_optimizer(optimizer: Any) -> None:
     if getattr(type(optimizer), "__module__", None) == HOROVOD_MODULE:
         raise ValueError(
@@ -191,9 +174,11 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _check_operation(op: Any, predivide: Any) -> None:
+def _check_operation(world: World, op: Any, predivide: Any) -> None:
     """Refuse what Horovod refuses, and what does not exist."""
-    if isinstance(op, bool) or not isinstance(op, int) or op not in _OPERATIONS:
+    if op == ADASUM and op not in world.operations:
+        raise ValueError(f"op=Adasum is Horovod's alone: with {world.name}, use Average or Sum")
+    if isinstance(op, bool) or not isinstance(op, int) or op not in world.operations:
         raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {_shown(op)}")
     factor = _positive("gradient_predivide_factor", predivide)
     if not _LEAST_FACTOR <= factor <= 1 / _LEAST_FACTOR:
@@ -201,7 +186,7 @@ def _check_operation(op: Any, predivide: Any) -> None:
             f"gradient_predivide_factor must be a number that float32 can divide by, from "
             f"{_LEAST_FACTOR:.2g} to {1 / _LEAST_FACTOR:.2g}, got {_shown(predivide)}"
         )
-    if factor != 1.0 and op != hvd.Average:
+    if factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor works only with op=hvd.Average")
 
 
@@ -395,9 +380,10 @@ def _group_names(
 
 def from_horovod(compression: Any) -> Spec:
     """Accept Horovod's own compressors under ``compression=``."""
-    if compression is hvd.Compression.none:
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None and compression is horovod.Compression.none:
         return "none"
-    if compression is hvd.Compression.fp16:
+    if horovod is not None and compression is horovod.Compression.fp16:
         return "fp16"
     return compression  # type: ignore[no-any-return]
 

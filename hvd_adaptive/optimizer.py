@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import horovod
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,20 +26,20 @@ from hvd_adaptive.arguments import (
     at_least,
     from_horovod,
     horizon_of,
-    is_registered,
     warn_without_dense_steps,
 )
 from hvd_adaptive.collectives import AUTO, reduces_in_nodes
+from hvd_adaptive.comm import world as worlds
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.control_channel import ChannelControl, HorovodChannel, open_channel
+from hvd_adaptive.comm.control_channel import ChannelControl
 from hvd_adaptive.comm.excepthook import name_this_rank
-from hvd_adaptive.comm.node_groups import REMEDY, NodeGroups, node_groups
-from hvd_adaptive.comm.transport import Transport
+from hvd_adaptive.comm.request import ADASUM, AVERAGE
+from hvd_adaptive.comm.transport import ProcessSet
 from hvd_adaptive.comm.watchdog import watch
+from hvd_adaptive.comm.world import ALL_RANKS, NODES_REMEDY, NodeGroups, World
 from hvd_adaptive.compressors import Compression
 from hvd_adaptive.config import DEFAULT_SCHEME, CompressionConfig, Spec
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
-from hvd_adaptive.engine.elastic import ElasticReducer, follow, is_elastic
 from hvd_adaptive.engine.exchange import Exchange
 from hvd_adaptive.engine.known_costs import KnownCosts
 from hvd_adaptive.engine.reducer import Reducer
@@ -58,12 +56,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
     compression: Spec = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = hvd.Average,
+    op: int = AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: hvd.ProcessSet = hvd.global_process_set,
+    process_set: Any = ALL_RANKS,
     *,
     feedback: str | Feedback | None = None,
     scheme: str | Mapping[str, str] = DEFAULT_SCHEME,
@@ -80,7 +78,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
 
     A drop-in for ``hvd.DistributedOptimizer``: same arguments, same methods. Gradients are compressed
     as ``compression`` says, sent in buckets while the backward pass continues, and what compression
-    leaves out is added to the next gradient.
+    leaves out is added to the next gradient. Ranks talk through Horovod, or through torch.distributed
+    where that has been initialized and Horovod has not (``torchrun``; see ``docs/torchrun.md``).
 
     Args:
         optimizer: the optimizer to wrap; its parameters and state are shared, not copied.
@@ -90,12 +89,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             ``"auto:accuracy=strict,total_steps=9000"`` (see :class:`hvd_adaptive.planning.Auto`).
             Biases, norms and tensors under 1,024 elements are sent dense unless an override names them.
         backward_passes_per_step: backward passes whose gradients are added up before they are sent.
-        op: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (only without compression).
+        op: ``hvd.Average`` (0), ``hvd.Sum`` (1), or ``hvd.Adasum`` (2; only without compression, and
+            not under torch.distributed).
         gradient_predivide_factor: splits the averaging before and after the sum (``Average`` only).
         num_groups: older name of ``groups`` as a number.
         groups: parameters whose gradients are sent together: lists of tensors, or a number of groups.
         sparse_as_dense: send sparse gradients as dense ones.
-        process_set: the ranks to reduce over; other ranks step with their own gradients.
+        process_set: the ranks to reduce over; other ranks step with their own gradients. By default
+            all; a process set of Horovod, or a process group of torch.distributed.
         feedback: ``"ef"``, ``"ef21"``, ``"dgc"`` or ``"none"``, with options as in ``"ef:decay=0.9"``,
             or None for what each compressor needs.
         scheme: how what is encoded (sparsifiers, quantizers) meets: ``"allgather"``, where every rank
@@ -154,7 +155,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
     if warmup_steps is not None:
         warnings.warn("warmup_steps was renamed: write dense_steps=N", DeprecationWarning, stacklevel=2)
         dense_steps = warmup_steps
+    world = worlds.current()
+    process_set = world.everyone if process_set is ALL_RANKS else world.as_process_set(process_set)
     return _build(
+        world,
         Arguments(
             optimizer,
             named_parameters,
@@ -174,47 +178,53 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
             telemetry,
             overrides,
             seed,
-        )
+        ),
     )
 
 
-def _build(arguments: Arguments) -> torch.optim.Optimizer:
+def _build(world: World, arguments: Arguments) -> torch.optim.Optimizer:
     """Agree with all ranks on the arguments, and wrap the optimizer."""
     number = next(_counter)
     process_set = arguments.process_set
     # a rank that names no ranks tells all of them, or those that wait for it would never hear
-    known = is_registered(process_set)
-    control = Control(f"hva.{number}.control", process_set if known else hvd.global_process_set)
-    active = _takes_part(process_set if known else hvd.global_process_set)
-    name_this_rank(hvd.rank())
-    elastic = active and is_elastic()
+    known = process_set if world.is_process_set(process_set) else world.everyone
+    control = Control(f"hva.{number}.control", known)
+    elastic = world.is_elastic and known.included()
+    active = known.included() and (known.size() > 1 or elastic)  # as Horovod decides it
+    name_this_rank(world.rank)
     # a rank that joins an elastic run builds this while the others train: they compare when they meet
     alone = elastic or not active
     checked = control.agree(
-        "DistributedOptimizer", lambda: arguments.check(active), Checked.digest, alone=alone
+        "DistributedOptimizer", lambda: arguments.check(world, active), Checked.digest, alone=alone
     )
-    if hvd.rank() == 0:
+    if world.rank == 0:
         warn_without_dense_steps(checked)
     if active and not elastic:
         watch(control)
-    if arguments.op == hvd.Adasum and (hvd.size() > 1 or elastic):
-        stock: torch.optim.Optimizer = hvd.DistributedOptimizer(
+    if arguments.op == ADASUM and (world.size > 1 or elastic):
+        return world.stock_optimizer(
             arguments.optimizer,
-            named_parameters=checked.named,
-            op=arguments.op,
-            backward_passes_per_step=arguments.backward_passes_per_step,
-            process_set=process_set,
+            checked.named,
+            arguments.op,
+            arguments.backward_passes_per_step,
+            process_set,
         )
-        return stock
     ranks = process_set.size() if active else 1
     meter = _open_meter(arguments.telemetry, control, active and not elastic, ranks)
-    meter.configuration(_configuration(checked.digest(), ranks))
-    reducer = _reducer(arguments, checked, control, meter, f"hva.{number}", active)
-    reduce_loss = functools.partial(_mean, f"hva.{number}.loss", process_set) if active else None
-    return _wrap(arguments.optimizer, reducer, meter, checked.named, reduce_loss)
+    meter.configuration(_configuration(world, checked.digest(), ranks))
+    reducer = _reducer(world, arguments, checked, control, meter, f"hva.{number}", active)
+    mean = functools.partial(world.mean, name=f"hva.{number}.loss", process_set=process_set)
+    reduce_loss = mean if active else None
+    wrapped = _wrap(arguments.optimizer, reducer, meter, checked.named, reduce_loss)
+    if elastic:
+        from hvd_adaptive.engine.elastic import follow  # which needs Horovod
+
+        follow(type(wrapped))
+    return wrapped
 
 
 def _reducer(
+    world: World,
     arguments: Arguments,
     checked: Checked,
     control: Control,
@@ -224,9 +234,9 @@ def _reducer(
 ) -> Reducer:
     """What reduces the gradients; in an elastic run, among ranks that come and go."""
     process_set, options = arguments.process_set, checked.options
-    elastic = active and is_elastic()
+    elastic = active and world.is_elastic
     nodes, obstacle = _nodes(checked.config, control, process_set, active)
-    transport = Transport(
+    transport = world.transport(
         arguments.op,
         process_set,
         float(arguments.gradient_predivide_factor),
@@ -234,18 +244,19 @@ def _reducer(
         nodes.sets if nodes else None,
         obstacle,
     )
-    exchange = Exchange(transport, meter, prefix, int(arguments.seed), hvd.rank())
+    exchange = Exchange(transport, meter, prefix, int(arguments.seed), world.rank)
     costs = KnownCosts(transport, control, f"{prefix}.costs")
 
     name = f"{prefix}.plan"
-    channel = functools.cache(lambda: open_channel(name, control, process_set))
+    channel = functools.cache(lambda: world.open_channel(name, control, process_set))
 
     def new_controller() -> Controller:
         if not active or options.planner is None:
             return NullController()
         return AdaptationController(
             options.planner,
-            HorovodChannel(name, process_set) if elastic else channel(),
+            # in an elastic run it is of the ranks that there are
+            world.open_channel(name, control, process_set) if elastic else channel(),
             meter,
             control.rank,
             control.size,
@@ -260,18 +271,20 @@ def _reducer(
     )  # fmt: skip
     if not elastic:
         return Reducer(*parts, ChannelControl(control, channel), costs)
+    from hvd_adaptive.engine.elastic import ElasticReducer  # which needs Horovod
+
     return ElasticReducer(
         *parts,
         None,
         costs,
         agree=lambda: control.agree("DistributedOptimizer", lambda: checked, Checked.digest),
         new_controller=new_controller,
-        configure=lambda size: meter.configuration(_configuration(checked.digest(), size)),
+        configure=lambda size: meter.configuration(_configuration(world, checked.digest(), size)),
     )
 
 
 def _nodes(
-    config: CompressionConfig, control: Control, process_set: hvd.ProcessSet, active: bool
+    config: CompressionConfig, control: Control, process_set: ProcessSet, active: bool
 ) -> tuple[NodeGroups | None, str]:
     """The nodes of the ranks, where a scheme reduces in a node first or may do so; and why none does.
 
@@ -280,18 +293,18 @@ def _nodes(
     named = any(map(reduces_in_nodes, config.scheme_texts))
     if not active or not (named or AUTO in config.scheme_texts):
         return None, ""
-    nodes = None
-    if is_elastic():
+    nodes, world = None, control.world
+    if world.is_elastic:
         obstacle = "ranks come and go in an elastic run"
-    elif process_set.process_set_id != 0:
+    elif not world.covers_all(process_set):
         obstacle = "the optimizer has a process set of its own"
     else:
         try:
-            nodes = node_groups(control)
+            nodes = world.node_groups(control)
         except ValueError:
             if named:
                 raise
-            obstacle = f"there are no process sets of nodes: {REMEDY}"
+            obstacle = f"there are no process sets of nodes: {NODES_REMEDY}"
         else:
             obstacle = nodes.topology.obstacle
     if obstacle and named and control.rank == 0:
@@ -301,12 +314,6 @@ def _nodes(
             stacklevel=5,
         )
     return nodes, obstacle
-
-
-def _mean(name: str, process_set: hvd.ProcessSet, value: Tensor) -> Tensor:
-    """The mean over the ranks of a number."""
-    mean: Tensor = hvd.allreduce(value, op=hvd.Average, name=name, process_set=process_set)
-    return mean
 
 
 class _Methods:
@@ -510,8 +517,6 @@ def _wrap(
     wrapped._reduce_loss = reduce_loss
     wrapped._synchronized = False
     wrapped._should_synchronize = True
-    if isinstance(reducer, ElasticReducer):
-        follow(cls)
     alive = weakref.ref(wrapped)
     reducer.set_param_groups(lambda: _groups_of(alive()))
     reducer.second_moments.state = lambda: _state_of(alive())
@@ -533,38 +538,34 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Parameter, Map
 _NOT_METHODS = ("__dict__", "__weakref__", "__annotations__", "__doc__")
 
 
-def _takes_part(process_set: hvd.ProcessSet) -> bool:
-    """Whether this rank communicates: as Horovod decides it."""
-    return bool(process_set.included()) and (process_set.size() > 1 or is_elastic())
-
-
 def _open_meter(
     telemetry: Telemetry | str | os.PathLike[str] | None, control: Control, active: bool, ranks: int
 ) -> Meter:
     """The meter; where rank 0 cannot write, all ranks say so."""
 
-    placement = _placement(control if active else None, ranks)
+    world = control.world
+    placement = _placement(world, control if active else None, ranks)
 
     def build() -> Meter:
         traffic = 2 * (ranks - 1) / ranks
-        return Meter(telemetry, rank=hvd.rank(), dense_traffic=traffic, placement=placement)
+        return Meter(telemetry, rank=world.rank, dense_traffic=traffic, placement=placement)
 
     return control.agree("DistributedOptimizer", build, lambda _: {}, alone=not active)
 
 
-def _placement(control: Control | None, ranks: int) -> Placement:
+def _placement(world: World, control: Control | None, ranks: int) -> Placement:
     """Where the ranks run: which of them share this machine's cores, and how many cores these are."""
     host, cores = socket.gethostname(), usable_cores()
     if control is None:
-        return Placement(ranks, hvd.cross_size(), hvd.local_size(), len(cores))
+        return Placement(ranks, world.hosts, world.local_size, len(cores))
     everyone = control.allgather([host, cores])
     here = [theirs for name, theirs in everyone if name == host]
     # ranks may be bound to a core each
     together = {core for theirs in here for core in theirs}
-    return Placement(ranks, hvd.cross_size(), len(here), len(together))
+    return Placement(ranks, len({name for name, _ in everyone}), len(here), len(together))
 
 
-def _configuration(digest: Mapping[str, str], size: int) -> dict[str, str]:
+def _configuration(world: World, digest: Mapping[str, str], size: int) -> dict[str, str]:
     """The settings as they are shown, without the parameters."""
     shown = {key: value for key, value in digest.items() if not key.startswith("parameter ")}
-    return {"ranks": str(size), "horovod": horovod.__version__, "torch": torch.__version__, **shown}
+    return {"ranks": str(size), world.name: world.version, "torch": torch.__version__, **shown}

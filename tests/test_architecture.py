@@ -29,6 +29,7 @@ ROOMS = (
     ("checkpoint", "engine"),
     ("arguments",),
     ("optimizer",),
+    ("ddp_hook",),
     ("commands",),
     ("__main__", "warm"),
 )

@@ -353,6 +353,13 @@ def check_launcher(words: list[str]) -> None:
         check_python(words[words.index("python") + 1 :])
 
 
+def check_torchrun(words: list[str]) -> None:
+    """The number of ranks, and the script that they run."""
+    assert words[0] == "--nproc-per-node"
+    assert words[1].isdigit()
+    check_python(words[2:])
+
+
 def check_netlab(words: list[str]) -> None:
     from launch.netlab import main as netlab
 
@@ -406,6 +413,7 @@ CHECKS = {
     "horovodrun": check_launcher,
     "mpirun": check_launcher,
     "pip": check_pip,
+    "torchrun": check_torchrun,
 }
 
 
@@ -449,6 +457,7 @@ def test_a_command_line_in_a_page_is_one(
         "sbatch launch/slurm/nothing.sbatch",
         "sbatch launch/slurm/train.sbatch --presett lstm-sotu",
         "horovodrun -np 2 python launch/train.py --densitty 1",
+        "torchrun --nproc-per-node 2 launch/nothing.py",
     ],
 )
 def test_a_wrong_command_line_would_be_found(wrong: str) -> None:

@@ -129,7 +129,7 @@ class LoneTransport(Transport):
     size, rank = 1, 0
 
     def __init__(self) -> None:
-        super().__init__(hvd.Average, hvd.global_process_set)
+        super().__init__(hvd.Average, None)
 
     def submit(self, request: Request, name: str, step: int) -> Tensor:
         """The handle is the tensor."""
@@ -199,7 +199,7 @@ def _overhead(compression: str, layers: int, buckets: int, repeats: int) -> list
             p.grad = torch.randn_like(p)
         moments = [time.perf_counter()]
         for index in reversed(range(layers)):
-            reducer._arrive(index)
+            reducer.arrive(index)
         moments.append(time.perf_counter())
         reducer.synchronize()
         moments.append(time.perf_counter())

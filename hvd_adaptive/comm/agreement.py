@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_adaptive.comm import world
 from hvd_adaptive.comm.excepthook import told_by, told_here
-from hvd_adaptive.comm.transport import joins_named, leftovers_dropped
+from hvd_adaptive.comm.transport import ProcessSet
+from hvd_adaptive.comm.world import World
 from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES
 
 T = TypeVar("T")
@@ -32,12 +33,12 @@ class Control:
 
     Args:
         name: of the operation, the same on all ranks and used by nobody else.
-        process_set: Horovod process set; this rank must be in it.
+        process_set: this rank must be in it; None is all ranks of the library that was initialized.
     """
 
-    def __init__(self, name: str, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
+    def __init__(self, name: str, process_set: ProcessSet | None = None) -> None:
         self._name = name
-        self._process_set = process_set
+        self._given = process_set
 
     @property
     def name(self) -> str:
@@ -45,19 +46,24 @@ class Control:
         return self._name
 
     @property
-    def process_set(self) -> hvd.ProcessSet:
+    def process_set(self) -> ProcessSet:
         """The ranks that take part."""
-        return self._process_set
+        return world.current().everyone if self._given is None else self._given
+
+    @property
+    def world(self) -> World:
+        """The library that connects them."""
+        return world.of(self.process_set)
 
     @property
     def size(self) -> int:
         """Number of ranks that take part."""
-        return int(self._process_set.size())
+        return int(self.process_set.size())
 
     @property
     def rank(self) -> int:
         """Position of this rank among those that take part."""
-        return int(self._process_set.rank())
+        return int(self.process_set.rank())
 
     def allgather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order. ``value`` must be JSON-serializable.
@@ -70,9 +76,7 @@ class Control:
             message = json.dumps({_TOO_LARGE: len(message)}).encode()
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         tensor = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        with joins_named(), leftovers_dropped():
-            gathered = hvd.allgather(tensor, name=self._name, process_set=self._process_set)
-        data = gathered.numpy().tobytes()
+        data = self.world.gather(tensor, self._name, self.process_set).numpy().tobytes()
         values = []
         while data:
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -118,8 +122,7 @@ class Control:
         if self.rank == 0:
             torch.save(state, file)
         mine = torch.from_numpy(np.frombuffer(file.getvalue(), np.uint8).copy())
-        with leftovers_dropped():
-            first = hvd.allgather(mine, name=f"{self._name}.state", process_set=self._process_set)
+        first = self.world.gather(mine, f"{self._name}.state", self.process_set)
         return torch.load(io.BytesIO(first.numpy().tobytes()), map_location="cpu", weights_only=True)
 
     def agree(
@@ -179,7 +182,7 @@ class Control:
 
     def _number_of(self, rank: int) -> int:
         """The number among all ranks of a rank of the process set."""
-        ranks = self._process_set.ranks
+        ranks = self.process_set.ranks
         return rank if ranks is None else int(ranks[rank])
 
 

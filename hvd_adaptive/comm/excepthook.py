@@ -1,9 +1,9 @@
 """The last words of a rank: which one failed, and which ones only ended with it.
 
-Launchers name the rank that they saw end first. When one rank raises, Horovod shuts down, the others
-raise too, and any of them may be first. So the rank that failed prints its traceback and says that it
-failed; the others print one line. Sometimes ranks then wait for each other in MPI's own shutdown:
-timers end that.
+Launchers name the rank that they saw end first. When one rank raises, Horovod shuts down or connections
+close, the others raise too, and any of them may be first. So the rank that failed prints its traceback
+and says that it failed; the others print one line. Sometimes ranks then wait for each other in MPI's
+own shutdown: timers end that.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from horovod.common.exceptions import HorovodInternalError
-
 from hvd_adaptive.comm import watchdog
+from hvd_adaptive.comm.failure import LostRankError, means_lost_rank
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -84,13 +83,18 @@ class _LastWords:
             self._before(kind, error, trace)
             return
         words, in_full = last_words(self.rank, error)
-        if self._before is not sys.__excepthook__:
+        if self._before is not sys.__excepthook__ and not _is_torchs(self._before):
             self._before(kind, error, trace)  # somebody else's, who wants to know of every one
         elif in_full:
             words = "".join(traceback.format_exception(kind, error, trace)) + words
         watchdog.say(words)
         if threading.current_thread() is threading.main_thread():
             _end_soon()
+
+
+def _is_torchs(hook: Callable[..., Any]) -> bool:
+    """Whether torch.distributed set it, to write the rank before each line of a traceback."""
+    return getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d"
 
 
 def last_words(rank: int, error: BaseException) -> tuple[str, bool]:
@@ -102,10 +106,16 @@ def last_words(rank: int, error: BaseException) -> tuple[str, bool]:
     """
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     this = f"hvd_adaptive: rank {rank}"
-    if isinstance(error, HorovodInternalError):
+    if means_lost_rank(error):
         event = watchdog.why()
         if event is not None and event.rank != rank:
             return f"{this} ends because rank {event.rank} {event.what}\n", False
+        if isinstance(error, LostRankError):
+            return (
+                f"{this} ends because another rank failed, ended or was killed, or did not answer in "
+                'time: look for the line of the rank that "failed", or for torchrun\'s "Root Cause". '
+                f"torch.distributed only says: {error.__cause__}\n"
+            ), False
         if CONSEQUENCE.search(str(error)):
             return (
                 f"{this} ends because another rank failed, ended, stalled or was killed: look for the "

@@ -1,4 +1,4 @@
-"""What a launcher told this process, before Horovod or MPI has started. Pure: no Horovod, no MPI."""
+"""What a launcher told this process, before any library has connected the ranks. Pure: needs none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+TORCHRUN = "torchrun"
+
 
 @dataclass(frozen=True)
 class Launch:
     """A process's place among those that were started with it.
 
     Args:
-        launcher: ``"mpirun"`` (also under ``horovodrun``), ``"horovodrun --gloo"``, ``"srun"``, or
-            empty where nobody started several processes.
+        launcher: ``"torchrun"``, ``"mpirun"`` (also under ``horovodrun``), ``"horovodrun --gloo"``,
+            ``"srun"``, or empty where nobody started several processes.
         rank: of this process.
         size: number of ranks.
         local_size: number of ranks on this host; None where it is not known.
@@ -43,6 +45,10 @@ def find(environment: Mapping[str, str] | None = None) -> Launch:
         text = variables.get(name, "")
         return int(text) if text.isdigit() else None
 
+    rank, size = number("RANK"), number("WORLD_SIZE")
+    # which mpirun or srun may have started, one per host
+    if "TORCHELASTIC_RUN_ID" in variables and rank is not None and size is not None:
+        return Launch(TORCHRUN, rank, size, number("LOCAL_WORLD_SIZE"))
     for launcher, prefix in (("mpirun", "OMPI_COMM_WORLD"), ("horovodrun --gloo", "HOROVOD")):
         rank, size = number(f"{prefix}_RANK"), number(f"{prefix}_SIZE")
         if rank is not None and size is not None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.link_costs import LinkCosts
-from hvd_adaptive.comm.request import Request
+from hvd_adaptive.comm.request import AVERAGE, Request
 from hvd_adaptive.comm.topology import Topology
-from hvd_adaptive.comm.transport import Transport
+from hvd_adaptive.comm.transport import Transport, assembled, scaled
 
 T = TypeVar("T")
 Ranks: TypeAlias = tuple[int, ...]
@@ -222,9 +221,7 @@ class LocalRank:
         """Number of ranks."""
         return self.group.size
 
-    def transport(
-        self, op: int = hvd.Average, gradient_predivide_factor: float = 1.0
-    ) -> LocalTransport:
+    def transport(self, op: int = AVERAGE, gradient_predivide_factor: float = 1.0) -> LocalTransport:
         """Collectives on tensors."""
         return LocalTransport(self, op, gradient_predivide_factor)
 
@@ -249,7 +246,7 @@ class LocalTransport(Transport):
 
     def __init__(self, rank: LocalRank, op: int, gradient_predivide_factor: float = 1.0) -> None:
         topology = rank.group.topology
-        super().__init__(op, hvd.global_process_set, gradient_predivide_factor, topology)
+        super().__init__(op, None, gradient_predivide_factor, topology)
         self._rank = rank
 
     @property
@@ -266,6 +263,10 @@ class LocalTransport(Transport):
         """Never before all ranks have been waited for: each then starts all in the same order."""
         del handle
         return False
+
+    def wait(self, handle: Callable[[], Tensor]) -> Tensor:
+        """The result, once all ranks have started it."""
+        return handle()
 
     def link_costs(self, prefix: str) -> LinkCosts:
         """Those that are assumed: memory is no network."""
@@ -286,9 +287,8 @@ class LocalTransport(Transport):
 
     def _allreduce(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Into all tensors, in their own dtype."""
-        scaled = [_scaled(tensor, self._prescale) for tensor in tensors]
-        average = self._op == hvd.Average
-        total = _scaled(recursive_doubling(scaled), self._postscale / (self.size if average else 1))
+        given = [scaled(tensor, self._prescale) for tensor in tensors]
+        total = scaled(recursive_doubling(given), self._after_sum)
         for tensor in tensors:
             tensor.copy_(total)
         return tensors
@@ -297,18 +297,9 @@ class LocalTransport(Transport):
         """Indices and values of all ranks, one after the other."""
         indices = torch.cat([tensor._indices() for tensor in tensors], dim=1)
         values = torch.cat([tensor._values() for tensor in tensors])
-        if self._op == hvd.Average:
-            values = values / self.size
-        gathered = torch.sparse_coo_tensor(indices, values, tensors[0].shape)
+        divisor = self.size if self.averages else 1
+        gathered = assembled(indices, values, tensors[0].shape, divisor)
         return [gathered] * len(tensors)
-
-
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """As Horovod scales: in float32, or in float64 where that is the dtype."""
-    if factor == 1.0:
-        return tensor
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    return (wide * torch.tensor(factor, dtype=wide.dtype)).to(tensor.dtype)
 
 
 def recursive_doubling(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,34 +6,13 @@ those. Two optimizers use the same sets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import horovod.torch as hvd
 
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.request import Group
 from hvd_adaptive.comm.topology import Topology, node_name
+from hvd_adaptive.comm.world import NODES_REMEDY, NodeGroups
 
-REMEDY = (
-    "call hvd_adaptive.init(hierarchical=True) in the place of hvd.init(), or set "
-    "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks"
-)
 _made: dict[tuple[int, ...], hvd.ProcessSet] = {}
-
-
-@dataclass(frozen=True)
-class NodeGroups:
-    """What the ranks know of their nodes.
-
-    Args:
-        topology: the nodes of all ranks.
-        sets: the process sets of this rank's node and of its peers; empty where the topology is not
-            layered.
-    """
-
-    topology: Topology
-    sets: Mapping[Group, hvd.ProcessSet] = field(default_factory=dict)
 
 
 def node_groups(control: Control) -> NodeGroups:
@@ -70,7 +49,9 @@ def _added(ranks: tuple[int, ...]) -> hvd.ProcessSet:
     try:
         return hvd.add_process_set(hvd.ProcessSet(list(ranks)))
     except ValueError as error:
-        remedy = "remove yours with hvd.remove_process_set()" if "duplicate" in str(error) else REMEDY
+        remedy = (
+            "remove yours with hvd.remove_process_set()" if "duplicate" in str(error) else NODES_REMEDY
+        )
         raise ValueError(
             f"a hierarchical scheme needs a process set of ranks {list(ranks)}, which could not be "
             f"added ({error}): {remedy}"

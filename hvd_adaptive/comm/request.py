@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+AVERAGE: Final = 0
+SUM: Final = 1
+ADASUM: Final = 2
+"""What becomes of gradients: the numbers of ``hvd.Average``, ``hvd.Sum`` and ``hvd.Adasum``."""
 
 Operation: TypeAlias = Literal["allreduce", "allgather", "alltoall", "sparse"]
 Group: TypeAlias = Literal["all", "node", "peers"]

@@ -1,4 +1,7 @@
-"""Start Horovod so that computing goes before communication where both want the same core."""
+"""Connect the ranks: by Horovod, or by torch.distributed where torchrun started them.
+
+Horovod is started so that computing goes before communication where both want the same core.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import Any
 
-import horovod.torch as hvd
-from horovod.torch.mpi_ops import init as start_horovod  # hvd.init may be this one: see `hva run`
-
-from hvd_adaptive.comm import launcher
+from hvd_adaptive.comm import launcher, torch_startup
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.node_groups import node_groups
 
 # A tenth of a core where computing takes all of it: what sends is late, but never starves.
 NICENESS = 10
@@ -41,6 +40,10 @@ def init(*args: Any, niceness: int = NICENESS, hierarchical: bool = False, **kwa
     Only threads that Horovod starts are affected: they inherit the priority, which takes Linux, but no
     privilege. Elsewhere this is ``hvd.init()``.
 
+    Under ``torchrun``, and where Horovod is not installed, it initializes torch.distributed instead,
+    unless that has been done: with gloo, and with NCCL for GPUs where there are some. Nothing there
+    polls, so priorities stay as they are.
+
     Args:
         args: of ``hvd.init()``.
         niceness: how much is added to the thread's nice value, 0 to 19; 0 is ``hvd.init()``. Other
@@ -50,13 +53,15 @@ def init(*args: Any, niceness: int = NICENESS, hierarchical: bool = False, **kwa
             each node, and one for the ranks that have the same position on all nodes. Horovod's thread
             then asks in each of its cycles whether sets were added. Nodes are told apart by the names
             of their hosts, or by the environment variable ``HVA_NODE`` where it is set. Not in elastic
-            runs.
-        kwargs: of ``hvd.init()``.
+            runs. torch.distributed needs no such preparation.
+        kwargs: of ``hvd.init()``; under torchrun of ``torch.distributed.init_process_group()``, such as
+            ``backend`` or ``timeout``.
 
     Raises:
         ValueError: ``niceness`` is out of range, process sets cannot be made, or as from
             ``hvd.init()``.
         TypeError: ``niceness`` is not an integer, or another argument is of the wrong type.
+        ModuleNotFoundError: mpirun, horovodrun or srun started several ranks, and Horovod is missing.
 
     Warns:
         RuntimeWarning: Horovod had started already; its thread keeps its priority.
@@ -71,6 +76,32 @@ def init(*args: Any, niceness: int = NICENESS, hierarchical: bool = False, **kwa
         raise TypeError(f"niceness must be an integer, got {niceness!r}")
     if not 0 <= niceness <= 19:
         raise ValueError(f"niceness must be 0 to 19, got {niceness}")
+    if torch_startup.is_wanted():
+        torch_startup.start(**_of_torch(args, kwargs))
+    else:
+        _start_horovod(args, kwargs, niceness, hierarchical)
+
+
+def _of_torch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, which must not be Horovod's."""
+    wrong = [*(["a communicator"] if args else []), *({"comm", "process_sets"} & set(kwargs))]
+    if wrong:
+        raise TypeError(
+            f"{' and '.join(wrong)} given to init(), but torch.distributed connects these ranks: leave "
+            "it out, or pass arguments of torch.distributed.init_process_group()"
+        )
+    return kwargs
+
+
+def _start_horovod(
+    args: tuple[Any, ...], kwargs: dict[str, Any], niceness: int, hierarchical: bool
+) -> None:
+    """``hvd.init()`` at a lower priority."""
+    import horovod.torch as hvd
+    from horovod.torch.mpi_ops import init as start  # hvd.init may be this one: see `hva run`
+
+    from hvd_adaptive.comm.node_groups import node_groups
+
     given = {**dict(zip(("comm", "process_sets"), args, strict=False)), **kwargs}
     _check_comm(given.get("comm"))
     _check_process_sets(given.get("process_sets"))
@@ -81,16 +112,16 @@ def init(*args: Any, niceness: int = NICENESS, hierarchical: bool = False, **kwa
             "Horovod has started already, so its thread keeps its priority: call hvd_adaptive.init() "
             "in the place of hvd.init()",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     elif niceness == 0 or sys.platform != "linux":
         yield_where_crowded()
-        start_horovod(*args, **kwargs)
+        start(*args, **kwargs)
     else:
         yield_where_crowded()
         # A thread inherits the priority of the one that starts it, and nobody may raise it again.
         with ThreadPoolExecutor(1, initializer=_give_way, initargs=(niceness,)) as pool:
-            pool.submit(start_horovod, *args, **kwargs).result()
+            pool.submit(start, *args, **kwargs).result()
     if hierarchical and os.environ.get("HOROVOD_ELASTIC") != "1":
         node_groups(Control("hva.init.nodes"))
 
@@ -118,6 +149,8 @@ def _check_comm(comm: Any) -> None:
 
 
 def _check_process_sets(process_sets: Any) -> None:
+    import horovod.torch as hvd
+
     wanted = (
         "process_sets must be 'dynamic' or a list of hvd.ProcessSet, such as [hvd.ProcessSet([0, 1])]"
     )

@@ -1,23 +1,44 @@
-"""Collectives over Horovod's public operations. The transport never knows what it carries."""
+"""What a transport does: collectives on tensors. It never knows what it carries.
+
+There are two among processes, which differ in the library below them
+(:class:`~hvd_adaptive.comm.horovod_transport.HorovodTransport` and
+:class:`~hvd_adaptive.comm.torch_transport.TorchTransport`), and one within a process
+(:class:`~hvd_adaptive.comm.local_group.LocalTransport`).
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from hvd_adaptive.comm.link_costs import LinkCosts, measure_link
-from hvd_adaptive.comm.request import Group, Request, nbytes_of, operation_bytes
+from hvd_adaptive.comm.request import AVERAGE, Group, Request, nbytes_of, operation_bytes
 from hvd_adaptive.comm.topology import Topology
 
-Handle: TypeAlias = int | Callable[[], Tensor]
+Handle: TypeAlias = Any
+"""What :meth:`Transport.submit` returns, for :meth:`Transport.wait`."""
+
+
+class ProcessSet(Protocol):
+    """Ranks that communicate: a process set of Horovod, or
+    :class:`~hvd_adaptive.comm.torch_ranks.TorchRanks`."""
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Their numbers among all ranks; None or empty where these are all of them."""
+
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def rank(self) -> int:
+        """Position of this process among them."""
+
+    def included(self) -> bool:
+        """Whether this process is one of them."""
 
 
 class JoinedRankError(RuntimeError):
@@ -36,67 +57,37 @@ class JoinedRankError(RuntimeError):
         )
 
 
-@contextmanager
-def joins_named() -> Iterator[None]:
-    """Raise :class:`JoinedRankError` where Horovod refuses an operation because of ``hvd.join()``."""
-    try:
-        yield
-    except HorovodInternalError as error:
-        if "not supported with Join" not in str(error):
-            raise
-        raise JoinedRankError("payloads that are gathered, nor when layers change") from error
-
-
-_NAME_TAKEN = "same name as another tensor that is currently being processed"
-
-
-@contextmanager
-def leftovers_dropped() -> Iterator[None]:
-    """Begin an elastic run again where an operation is left over from before Horovod's restart.
-
-    Horovod's thread ends when a rank has gone, and refuses what is under way. What is handed over at
-    that very moment it neither refuses nor runs: after ``hvd.init()`` the operation is still there, so
-    that its name is taken. ``hvd.shutdown()`` drops it, which an elastic run calls on this error.
-
-    Raises:
-        HorovodInternalError: in the place of Horovod's ValueError, in elastic runs only.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if _NAME_TAKEN not in str(error) or os.environ.get("HOROVOD_ELASTIC") != "1":
-            raise
-        raise HorovodInternalError(f"left over from before Horovod's restart: {error}") from error
-
-
-class Transport:
+class Transport(ABC):
     """Asynchronous collectives among the ranks of a process set.
 
     Args:
-        op: ``hvd.Average`` or ``hvd.Sum``.
-        process_set: Horovod process set; this rank must be in it.
+        op: :data:`~hvd_adaptive.comm.request.AVERAGE` or :data:`~hvd_adaptive.comm.request.SUM`.
+        process_set: this rank must be in it; None where a class has its own size and rank.
         gradient_predivide_factor: splits the averaging before and after the sum of an allreduce.
         topology: the nodes of the ranks; None where every rank is one of its own.
         groups: the process sets of this rank's node and of its peers, where ``topology`` is layered.
         obstacle: why there are no such groups, where that is not for the topology.
     """
 
+    in_order: ClassVar[bool] = False
+    """Whether all ranks must start the second operations of buckets in one order, as well."""
+
     def __init__(
         self,
         op: int,
-        process_set: hvd.ProcessSet,
+        process_set: ProcessSet | None,
         gradient_predivide_factor: float = 1.0,
         topology: Topology | None = None,
-        groups: Mapping[Group, hvd.ProcessSet] | None = None,
+        groups: Mapping[Group, ProcessSet] | None = None,
         obstacle: str = "",
     ) -> None:
         self._op = op
         self._topology = topology
         self._obstacle = obstacle
-        self._groups: dict[Group, hvd.ProcessSet] = {"all": process_set, **(groups or {})}
-        self._process_set = process_set
-        self._prescale = 1.0 / gradient_predivide_factor if op == hvd.Average else 1.0
-        self._postscale = gradient_predivide_factor if op == hvd.Average else 1.0
+        self._groups: dict[Group, ProcessSet | None] = {"all": process_set, **(groups or {})}
+        self._process_set: Any = process_set
+        self._prescale = 1.0 / gradient_predivide_factor if op == AVERAGE else 1.0
+        self._postscale = gradient_predivide_factor if op == AVERAGE else 1.0
 
     @property
     def size(self) -> int:
@@ -136,64 +127,44 @@ class Transport:
     @property
     def averages(self) -> bool:
         """Whether an allreduce averages; else it sums."""
-        return bool(self._op == hvd.Average)
+        return self._op == AVERAGE
 
     @property
     def scale(self) -> float:
         """What a sum that is made here, not by an allreduce, is multiplied with."""
         return 1.0 / self.size if self.averages else 1.0
 
+    @property
+    def _after_sum(self) -> float:
+        """What an allreduce multiplies a sum with."""
+        return self._postscale / (self.size if self.averages else 1)
+
     def share(self, reduced: Tensor) -> Tensor:
         """What each rank must send so that the reduction over all of them gives ``reduced``."""
         return reduced / (self.size * self.scale)
 
+    @abstractmethod
     def submit(self, request: Request, name: str, step: int) -> Handle:
         """Start a collective.
 
         Args:
             request: what to do.
-            name: of the operation; every rank submits the same names in the same order.
+            name: of the operation; every rank submits the same names. Names with the same ending, from
+                the last point on, are submitted in the same order on all ranks.
             step: number of the step, the same on all ranks.
 
         Raises:
-            HorovodInternalError: a rank has gone.
+            RuntimeError: a rank has gone: see :func:`~hvd_adaptive.comm.failure.means_lost_rank`.
         """
-        with leftovers_dropped():
-            return self._start(request, name, step)
 
-    def _start(self, request: Request, name: str, step: int) -> Handle:
-        tensor, common = request.tensor, {"name": name, "process_set": self._groups[request.group]}
-        handle: Handle
-        match request.operation:
-            case "allreduce":
-                handle = hvd.allreduce_async_(
-                    tensor,
-                    op=self._op,
-                    prescale_factor=self._prescale,
-                    postscale_factor=self._postscale,
-                    **common,
-                )
-            case "allgather":
-                handle = partial(_flat, hvd.allgather_async(_uncached(tensor, step), **common))
-            case "alltoall":
-                splits = None if request.splits is None else torch.IntTensor(request.splits)
-                handle = partial(
-                    _flat, hvd.alltoall_async(_uncached(tensor, step), splits=splits, **common)
-                )
-            case "sparse":
-                handle = hvd.sparse_allreduce_async(tensor, op=self._op, **common)
-        return handle
-
+    @abstractmethod
     def wait(self, handle: Handle) -> Tensor:
-        """The result of a collective; raises what Horovod raises when a rank has gone."""
-        with joins_named():
-            result: Tensor = handle() if callable(handle) else hvd.synchronize(handle)
-        return result
+        """The result of a collective; raises as :meth:`submit` does when a rank has gone."""
 
     def has_ended(self, handle: Handle) -> bool:
         """Whether :meth:`wait` would return at once, as far as that can be told."""
-        number = handle.args[0] if isinstance(handle, partial) else handle
-        return isinstance(number, int) and bool(hvd.poll(number))
+        del handle
+        return False
 
     def link_costs(self, prefix: str) -> LinkCosts:
         """What operations among these ranks cost, as they are now; all ranks call it."""
@@ -215,19 +186,14 @@ class Transport:
         return int(operation_bytes(request.operation, sent, received, len(members)))
 
 
-def _uncached(tensor: Tensor, step: int) -> Tensor:
-    """The bytes in a shape that Horovod did not see in the step before.
-
-    An operation of the same name and shape is answered from Horovod's cache. A rank that has called
-    ``hvd.join()`` says that it is ready for all that is in its cache: what is no allreduce then hangs.
-    Without the cache Horovod refuses it. Cost: none that was seen, as most payloads differ in size.
-    """
-    return tensor.view(-1, 1) if step % 2 else tensor
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """As Horovod scales: in float32, or in float64 where that is the dtype."""
+    if factor == 1.0:
+        return tensor
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return (wide * torch.tensor(factor, dtype=wide.dtype)).to(tensor.dtype)
 
 
-def _flat(handle: int) -> Tensor:
-    """Wait for one of those."""
-    result = hvd.synchronize(handle)
-    # alltoall also tells how many rows came from whom
-    gathered: Tensor = result[0] if isinstance(result, tuple) else result
-    return gathered.view(-1)
+def assembled(indices: Tensor, values: Tensor, shape: torch.Size, divisor: int) -> Tensor:
+    """A sparse tensor of all ranks' indices and values, as ``hvd.sparse_allreduce_async`` makes it."""
+    return torch.sparse_coo_tensor(indices, values / divisor if divisor > 1 else values, shape)

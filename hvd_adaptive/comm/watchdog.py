@@ -6,6 +6,9 @@ tells rank 0 every few seconds that it lives, over TCP, and hears the same from 
 ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` ends the run; without that setting nothing is opened or started.
 A rank whose main thread is busy or waits is not silent: that one is Horovod's to name.
 
+Under torch.distributed, where the same variable starts it, nothing names a rank that is late: all end
+with the process group's timeout.
+
 Rank 0 also remembers what happened first, so that the others can say why they end.
 """
 
@@ -28,8 +31,6 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
-
-import horovod.torch as hvd
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.agreement import Control
@@ -72,13 +73,14 @@ def watch(control: Control) -> None:
     Elastic runs are left alone: there Horovod and its launcher replace ranks that are lost, which are
     then not the ranks that began.
     """
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    world = control.world
+    if world.is_elastic:
         return
-    own = {"watched": bool(_watches), "rank": hvd.rank(), "host": socket.gethostname()}
+    own = {"watched": bool(_watches), "rank": world.rank, "host": socket.gethostname()}
     own |= {"process": os.getpid(), "seconds": stall_seconds()}
     listener = None
     if control.rank == 0 and own["seconds"] and not own["watched"]:
-        one_host = hvd.local_size() == hvd.size()
+        one_host = world.local_size == world.size
         listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=control.size)
         own |= {"port": listener.getsockname()[1], "token": secrets.token_hex(32)}
         own["addresses"] = ["127.0.0.1"] if one_host else own_addresses()

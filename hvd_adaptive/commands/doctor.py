@@ -105,13 +105,13 @@ def _together(mine: RankFacts) -> tuple[tuple[RankFacts, ...], dict[str, Any]]:
     import horovod.torch as hvd
 
     from hvd_adaptive.comm.agreement import Control
+    from hvd_adaptive.comm.horovod_transport import HorovodTransport
     from hvd_adaptive.comm.topology import Topology
-    from hvd_adaptive.comm.transport import Transport
     from hvd_adaptive.commands.diagnosis.probe import measure_links
 
     control = Control("hva.doctor.control")
     everyone = tuple(map(RankFacts.of_message, control.allgather(mine.as_message())))
-    transport = Transport(hvd.Average, hvd.global_process_set)
+    transport = HorovodTransport(hvd.Average, hvd.global_process_set)
     costs = transport.link_costs("hva.doctor")
     topology = Topology(tuple(rank.host for rank in everyone))
     links: tuple[Link, ...] = measure_links(transport, control, topology)

@@ -12,7 +12,6 @@ of its own gradients is committed and restored with the weights; of a rank that 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,12 +33,6 @@ from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.reducer import Reducer
 from hvd_adaptive.engine.state import progress_of, restore_progress
 from hvd_adaptive.feedback import copied, format_rule
-
-
-def is_elastic() -> bool:
-    """Whether ranks may come and go: as Horovod decides it."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
 
 # --- commits --------------------------------------------------------------------------------------
 

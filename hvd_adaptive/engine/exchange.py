@@ -174,19 +174,21 @@ class Exchange:
     def _advance(self) -> None:
         """Go on with buckets whose first shots have ended, while others are still being computed.
 
-        Ranks may so launch in different orders; Horovod finds operations by their names, and runs all
-        of them in the order in which its first rank has heard of them from all.
+        Ranks may so launch in different orders, which Horovod allows. Where the transport does not, a
+        bucket goes on only after those before it.
         """
         topology = self.transport.topology
         waiting = [
             each
             for each in self._inflight
             if each.round + 1 < scheme_named(each.bucket.scheme).shots_on(topology)
-            and self.transport.has_ended(each.handle)
         ]
         for each in waiting:
-            self._inflight.remove(each)
-            self._go_on(each)
+            if self.transport.has_ended(each.handle):
+                self._inflight.remove(each)
+                self._go_on(each)
+            elif self.transport.in_order:
+                return
 
     def _go_on(self, ended: _InFlight) -> None:
         """Wait for an operation, and do what follows it."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -16,6 +15,7 @@ from hvd_adaptive.adaptation.base import Controller, NullController
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.failure import means_lost_rank
 from hvd_adaptive.comm.transport import JoinedRankError
 from hvd_adaptive.config import CompressionConfig, ReducerOptions
 from hvd_adaptive.engine.ballot import Ballot
@@ -76,7 +76,7 @@ class Reducer:
         self._exchange = exchange
         self._codecs = exchange.codec_states
         self._ballot = Ballot(exchange.transport, f"{exchange.prefix}.vote")
-        self._hooks = GradientHooks(options.passes, active, self._arrive)
+        self._hooks = GradientHooks(options.passes, active, self.arrive)
         self._gradients = StepGradients(self._hooks)
         self._rates = LearningRates(self._hooks)
         self.second_moments = SecondMoments(self._hooks, self._rates)
@@ -141,8 +141,8 @@ class Reducer:
         self._hooks.passes = passes
         self._hooks.rearm()
 
-    def _arrive(self, index: int) -> None:
-        """A backward pass has accumulated the gradient of one parameter."""
+    def arrive(self, index: int) -> None:
+        """A backward pass has accumulated the gradient of one parameter; its own hook says so."""
         trace = self._exchange.meter.trace
         if trace is None:
             self._take(index)
@@ -250,9 +250,8 @@ class Reducer:
         Raises:
             ValueError: ranks disagree on their layers.
             WireError: a payload is damaged.
-            RuntimeError: a gradient that had arrived was dropped on some rank, or a rank has called
-                ``hvd.join()`` where that does not work; on all ranks that synchronize.
-            HorovodInternalError: a rank has gone (Horovod's own; elastic runs restore from it).
+            RuntimeError: a gradient was dropped on a rank, or ``hvd.join()`` does not work.
+            HorovodInternalError, LostRankError: a rank has gone (elastic runs restore from the first).
         """
         if not self._active:
             return
@@ -271,8 +270,9 @@ class Reducer:
             self._exchange.drain()
             self.reset()
             raise
-        except HorovodInternalError:
-            self._break_off()
+        except RuntimeError as error:
+            if means_lost_rank(error):
+                self._break_off()
             raise
         self._gradients.bind_results()
         self._gradients.restore_layouts(self._layout.sparse if self._options.sparse_as_dense else ())

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.torch as hvd
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -18,6 +17,7 @@ from hvd_adaptive.adaptation.step_trace import StepTrace
 from hvd_adaptive.comm.control_channel import ChannelControl
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
+from hvd_adaptive.comm.request import AVERAGE
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.config import (
@@ -90,7 +90,7 @@ class VirtualRanks:
         overrides: Mapping[str, Spec] | None = None,
         dense_steps: int | str = 0,
         bucket_cap_mb: float = 25.0,
-        op: int = hvd.Average,
+        op: int = AVERAGE,
         seed: int = 0,
         param_groups: Callable[[], list[dict[str, Any]]] = list,
         ranks_per_node: int = 1,

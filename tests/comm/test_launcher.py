@@ -15,6 +15,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 GLOO = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7"}
 SRUN = {
     **BATCH, "SLURM_PROCID": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3",
@@ -28,6 +29,9 @@ SRUN = {
         ({}, Launch("", 0, 1, 1)),
         (MPIRUN, Launch("mpirun", 3, 4, 2)),
         ({**BATCH, **MPIRUN}, Launch("mpirun", 3, 4, 2)),
+        (TORCHRUN, Launch("torchrun", 1, 4, 2)),
+        ({**SRUN, **TORCHRUN}, Launch("torchrun", 1, 4, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, Launch("", 0, 1, 1)),
         (GLOO, Launch("horovodrun --gloo", 1, 2, 2)),
         (BATCH, Launch("", 0, 1, 1)),
         (SRUN, Launch("srun", 2, 3, 1)),

@@ -17,7 +17,7 @@ from hvd_adaptive.comm.local_group import (  # noqa: E402
     LocalRank,
     recursive_doubling,
 )
-from hvd_adaptive.comm.transport import Request  # noqa: E402
+from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.commands.precompile import precompile  # noqa: E402
 from hvd_adaptive.compressors import REGISTRY, parse  # noqa: E402
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.control_channel import (
-    Channel,
-    ChannelControl,
+from hvd_adaptive.comm.control_channel import Channel, ChannelControl
+from hvd_adaptive.comm.horovod_channel import (
     HorovodChannel,
     MpiChannel,
     open_channel,

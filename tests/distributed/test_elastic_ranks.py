@@ -13,7 +13,8 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
-from hvd_adaptive.comm.transport import Request, Transport
+from hvd_adaptive.comm.horovod_transport import HorovodTransport
+from hvd_adaptive.comm.request import Request
 from tests.distributed.workloads import (
     assert_ranks_agree,
     make_model,
@@ -147,7 +148,7 @@ def test_an_operation_left_over_from_before_a_restart_is_an_error_of_the_network
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Horovod would raise ValueError, which ends a rank; an elastic run begins again instead."""
-    transport = Transport(hvd.Sum, hvd.global_process_set)
+    transport = HorovodTransport(hvd.Sum, hvd.global_process_set)
     requests = [Request("allreduce", torch.ones(4)) for _ in range(3)]
     if hvd.rank() == 0:
         handle = transport.submit(requests[0], "left over", 0)  # waits for the other rank

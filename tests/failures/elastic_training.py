@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import hvd_adaptive as hva
-from hvd_adaptive.engine.elastic import is_elastic
+from hvd_adaptive.comm.world import current
 
 FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()  # the tests import the options
 RATE = 0.01
@@ -151,7 +151,7 @@ def train(state: Any, built: dict[str, tuple[torch.nn.Module, Any]]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
-    assert is_elastic()
+    assert current().is_elastic
     built = build()
     models = {f"{name}_model": model for name, (model, _) in built.items()}
     optimizers = {f"{name}_optimizer": optimizer for name, (_, optimizer) in built.items()}

@@ -93,7 +93,7 @@ def _wait_in_a_channel(here: bool, folder: Path) -> None:
     """Be in mpi4py when Horovod ends MPI."""
     import numpy as np
 
-    from hvd_adaptive.comm.control_channel import MpiChannel
+    from hvd_adaptive.comm.horovod_channel import MpiChannel
 
     channel = MpiChannel()
     channel.mean(np.ones(3))()
