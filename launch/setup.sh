@@ -90,7 +90,7 @@ require_own_environment() {
 environment_key() {
     {
         cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
-        say "$root" "$torch_requirement" "${HVA_EXTRAS:-}"
+        say "$root" "$torch_requirement"
         python_versions
         other_clone
         mpi_identity
@@ -104,7 +104,11 @@ kernels_key() { { find "$root"/hvd_adaptive/{kernels,wire} -name "*.py" -exec st
 stamped() { [[ -f $state/$1 && $(<"$state/$1") == "$2" ]]; }
 stamp() { mkdir -p "$state" && say "$2" >"$state/$1"; }
 
-environment_done() { stamped environment "$(environment_key)"; }
+# Extras that are there already do no harm to who asks for none.
+environment_done() {
+    stamped environment "$(environment_key)" || return 1
+    [[ -z ${HVA_EXTRAS:-} ]] || stamped extras "$HVA_EXTRAS"
+}
 kernels_done() { stamped kernels "$(kernels_key)"; }
 # Tried is done: without a network, every start would wait for it again.
 data_done() { [[ -e $data_dir/.tried ]]; }
@@ -364,6 +368,7 @@ set_up() {
             check_ranks "$table"
         # Only now: what was not seen to work does not count as done.
         stamp environment "$(environment_key)"
+        [[ -z ${HVA_EXTRAS:-} ]] || stamp extras "$HVA_EXTRAS"
     fi
     kernels_done || ensure_kernels
     data_done || fetch_data

@@ -183,7 +183,6 @@ def become(command: list[str], settings: Mapping[str, Any], program: str = PROGR
         settings: as of :func:`environment_of`.
         program: the command that starts it.
     """
-    os.environ.update(environment_of(settings, os.environ))
     sys.stdout.flush()
     sys.stderr.flush()
     path = shutil.which(command[0])
@@ -191,7 +190,7 @@ def become(command: list[str], settings: Mapping[str, Any], program: str = PROGR
         why = f"there is no command {command[0]!r}: write '{program} -- python train.py'"
         return refused(why, program)
     try:
-        os.execv(path, command)
+        os.execve(path, command, {**os.environ, **environment_of(settings, os.environ)})
     except OSError as error:
         return refused(f"{command[0]} cannot be started: {error.strerror}", program)
 

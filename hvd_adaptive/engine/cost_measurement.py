@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,7 +50,6 @@ class CostMeasurement:
         self._known = known
         self._schemes, self._cap_bytes = tuple(schemes), cap_bytes
         self._link, self._compute_seconds = link, compute_seconds
-        self._count = itertools.count()
 
     def __call__(self, compressors: Sequence[Compressor], again: bool) -> MeasuredCosts:
         """Measure; all ranks call it at the same time.
@@ -66,7 +64,7 @@ class CostMeasurement:
             self._known.forget_network()
         gathered = [each for each in compressors if isinstance(each, GatheredCompressor)]
         link = self._known.link(gathered)
-        prefix = f"{self._known.prefix}.sums.{next(self._count)}"
+        prefix = f"{self._known.prefix}.sums"
         sums = {
             str(dtype): self._sums(prefix, dtype)
             for dtype in dict.fromkeys(map(_summed_as, compressors))

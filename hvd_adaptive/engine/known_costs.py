@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -39,7 +38,6 @@ class KnownCosts:
 
     def __init__(self, transport: Transport, control: Control, prefix: str) -> None:
         self.transport, self.control, self.prefix = transport, control, prefix
-        self._count = itertools.count()
         self._link: LinkCosts | None = None
         self._codecs: dict[str, CodecCosts] = {}
 
@@ -81,7 +79,8 @@ class KnownCosts:
         missing = {key: each for each in compressors if (key := _key(each)) not in self._codecs}
         if self._link is not None and not missing:
             return self._link
-        mine = self._link or self.transport.link_costs(f"{self.prefix}.{next(self._count)}")
+        # no count in the names: ranks that have just joined know of no earlier measurement
+        mine = self._link or self.transport.link_costs(self.prefix)
 
         def found() -> dict[str, dict[str, Any]]:
             measured = {key: measure_codec(each) for key, each in missing.items()}

@@ -12,6 +12,7 @@ hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 from hvd_adaptive import VirtualRanks  # noqa: E402
 from hvd_adaptive.adaptation.automatic import expand  # noqa: E402
+from hvd_adaptive.collectives.measured_costs import MeasuredCosts  # noqa: E402
 from hvd_adaptive.comm.link_costs import LinkCosts  # noqa: E402
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
@@ -178,3 +179,19 @@ def test_what_is_measured_again_counts_for_schemes_and_seconds_alike(
     found = LocalGroup(2).run(work)
     assert all(each[:3] == (SLOW, SLOW, FAST) for each in found)
     assert found[0][3] == ["qsgd", "fp16", "powersgd"]
+
+
+def test_ranks_that_have_just_joined_measure_together_with_those_that_did_so_before() -> None:
+    """Operations meet by name, so names must not tell how often a rank has measured."""
+
+    def work(rank: LocalRank) -> MeasuredCosts:
+        transport, control = rank.transport(), rank.control("c")
+        compressors = [parse("qsgd:bits=4"), parse("fp16")]
+        measurement = CostMeasurement(KnownCosts(transport, control, "costs"), ("auto",), 25e6)
+        measurement(compressors, False)
+        if rank.rank == 1:
+            measurement = CostMeasurement(KnownCosts(transport, control, "costs"), ("auto",), 25e6)
+        return measurement(compressors, True)
+
+    first, second = LocalGroup(2).run(work)
+    assert first == second

@@ -230,6 +230,7 @@ def test_what_a_backend_lacks_is_that_of_the_reference(monkeypatch: pytest.Monke
     kernels = for_device(torch.device("meta"))
     assert kernels.backend == "new"
     assert kernels.sparse is cpu
+    monkeypatch.delitem(BACKENDS, "cuda")
     assert kernels.quantized is for_device(torch.device("cuda")).quantized
 
 
