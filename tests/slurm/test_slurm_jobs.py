@@ -333,7 +333,8 @@ SAID_IN_TRAINING = {
     "freeze": r"hvd_adaptive: rank 1 has not answered for \d+ s \(process \d+ on n2\): it is frozen",
     "stall": r"Missing ranks:\s+1!: \[",
     "leave 0": "hvd_adaptive: rank 0 ends because rank 1 ended by itself, before the others",
-    "leave 3": "hvd_adaptive: rank 0 ends because rank 1 ended by itself, before the others",
+    # srun ends the others as soon as it has named the task, which may be before they can speak
+    "leave 3": "rank 0 ends because rank 1 ended by itself|task 1: Exited with exit code 3",
 }
 
 
