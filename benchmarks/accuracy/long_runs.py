@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import virtual_training
 from benchmarks.harness import command_line
 from benchmarks.report import report
 
@@ -117,6 +116,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 def train(title: str, steps: int | None = None) -> dict[str, Any]:
     """One run: its score, its losses, and the bytes that a rank sends, as they change."""
+    from benchmarks.accuracy import virtual_training  # needs Horovod, which tables do not
+
     name, method_name, seed = CASES[title]
     setup, method = SETUPS[name], METHODS[method_name]
     count = steps or setup.steps

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import virtual_training
 from benchmarks.harness import command_line
 from benchmarks.report import report
 
@@ -51,6 +50,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 def _train(title: str, scheme: str, steps: int | None) -> dict[str, float]:
     """The scores and the payload of one training run."""
     preset, compressor, seed = CASES[title]
+    from benchmarks.accuracy import virtual_training  # needs Horovod, which tables do not
+
     words = ["--virtual-ranks", str(RANKS), "--steps", str(steps or STEPS[preset])]
     words += ["--preset", preset, "--seed", str(seed)]
     words += ["--compression", compressor, "--scheme", scheme, *COMPRESSORS[compressor]]
