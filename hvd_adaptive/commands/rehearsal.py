@@ -103,9 +103,13 @@ class Rehearsal:
         """The script is through before its dense steps were: no status of its own is left to say so."""
         if self._over:
             return
+        remedy = f"let it train for at least {LEAST_STEPS}"
+        if self._taken >= LEAST_STEPS:
+            between = f"{LEAST_STEPS} to {self._taken}"
+            remedy = f"write --steps with a number from {between}, or let it train longer"
         self._say(
-            f"the script ended after {self._taken} steps, before its dense steps were measured: write "
-            f"--steps with a number from {LEAST_STEPS} to {self._taken}, or let it train longer"
+            f"the script ended after {self._taken} steps, before its dense steps were measured: "
+            f"{remedy}"
         )
         self._hvd.shutdown()
         sys.stdout.flush()

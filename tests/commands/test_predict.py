@@ -122,6 +122,12 @@ def test_a_script_that_ends_too_early_is_told_how_many_steps_to_ask_for(
     said = capsys.readouterr().err
     assert "ended after 30 steps" in said
     assert "--steps with a number from 24 to 30" in said
+    optimizer = fresh()
+    optimizer.step()
+    at_the_end.pop()()
+    assert "after 1 steps" in (said := capsys.readouterr().err)
+    assert "let it train for at least 24" in said
+    assert "--steps" not in said
 
     with pytest.raises(SystemExit) as refused:
         fresh(ranks=[3])
@@ -136,7 +142,7 @@ def test_a_script_that_ends_too_early_is_told_how_many_steps_to_ask_for(
     assert ended.value.code == 1
     assert "160 steps have shown nothing" in capsys.readouterr().err
     at_the_end.pop()()
-    assert statuses == [1]  # it has been said
+    assert statuses == [1, 1]  # it has been said
 
 
 # ------------------------------------------------------------------------------------- from a file
