@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command_line
-from benchmarks.report import report
 
 RANKS = 4
 RATE_FLOOR = 0.02
@@ -108,10 +107,8 @@ MEAN_OF = 50
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each run to ``cases``."""
     for title in wanted:
-        cases[title] = train(title, 3 if quick else None)
-        print(report.table(rows({title: cases[title]})), flush=True)
-        if out is not None:
-            report.write(out.stem, {"cases": cases, "missed": missed(cases)}, out.parent)
+        found = train(title, 3 if quick else None)
+        command_line.keep(cases, title, found, rows, missed, out)
 
 
 def train(title: str, steps: int | None = None) -> dict[str, Any]:

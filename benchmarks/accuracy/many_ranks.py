@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import command_line
-from benchmarks.report import report
 
 RANKS = 16
 STEPS = {"resnet-fashion": 300, "lstm-sotu": 300}
@@ -41,10 +40,8 @@ ACCURACY, PERPLEXITY = 0.003, 0.01
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each case's scores to ``cases``, by scheme."""
     for title in wanted:
-        cases[title] = {scheme: _train(title, scheme, 3 if quick else None) for scheme in SCHEMES}
-        print(report.table(rows({title: cases[title]})), flush=True)
-        if out is not None:
-            report.write(out.stem, {"cases": cases, "missed": missed(cases)}, out.parent)
+        found = {scheme: _train(title, scheme, 3 if quick else None) for scheme in SCHEMES}
+        command_line.keep(cases, title, found, rows, missed, out)
 
 
 def _train(title: str, scheme: str, steps: int | None) -> dict[str, float]:

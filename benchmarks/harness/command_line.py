@@ -137,6 +137,32 @@ def complete(
     return int(check and bool(problems))
 
 
+def keep(
+    cases: dict[str, Any],
+    title: str,
+    found: Any,
+    rows: Callable[[dict[str, Any]], Sequence[Sequence[object]]],
+    missed: Callable[[dict[str, Any]], list[str]],
+    out: Path | None,
+    **others: Any,
+) -> None:
+    """Add a case to those there are, show its table, and store all of them.
+
+    Args:
+        cases: by name.
+        title: of the case.
+        found: its figures.
+        rows: the table of some cases.
+        missed: the targets that are missed.
+        out: the file of results; None stores nothing.
+        others: what the file holds besides.
+    """
+    cases[title] = found
+    print(report.table(rows({title: found})), flush=True)
+    if out is not None:
+        report.write(out.stem, {**others, "cases": cases, "missed": missed(cases)}, out.parent)
+
+
 def cases(
     doc: str | None,
     name: str,

@@ -12,18 +12,16 @@ in turn within one job, every other block in reverse. Medians of the slowest ran
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import command_line, lab
-from benchmarks.report import report
+from benchmarks.harness import command_line, lab, turns
+from benchmarks.harness.turns import step
 from launch.training.options import PRESETS
 
-CORES = 2
 AUTO = "auto"
 DENSE = ("stock none", "stock fp16")
 FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25 auto")
@@ -55,33 +53,23 @@ CASES = {
 
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each case's figures to ``cases``, by method."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    blocks, settle = (1, 3) if quick else (BLOCKS, SETTLE)
     for title in wanted:
         case = CASES[title]
-        blocks, settle = (1, 3) if quick else (BLOCKS, SETTLE)
         words = ["--preset", case.preset, "--blocks", str(blocks), "--steps", str(STEPS)]
-        words += ["--plans-after", str(settle), *METHODS]
-        with lab.Lab(case.hosts, case.rate) as hosts:
-            (everyone,) = hosts.module("workers.turns_rank", words, seconds=1800.0).results()
-        cases[title] = {method: _summary([rank[method] for rank in everyone]) for method in METHODS}
-        print(report.table(rows({title: cases[title]})), flush=True)
-        if out is not None:
-            report.write(out.stem, {"cases": cases, "missed": missed(cases)}, out.parent)
+        words += ["--plans-after", str(settle)]
+        taken = turns.take(case.hosts, case.rate, METHODS, words)
+        found = {method: _summary(ranks) for method, ranks in taken.items()}
+        command_line.keep(cases, title, found, rows, missed, out)
 
 
-def _summary(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The slowest rank's median step of each block, and what was said of the last plan."""
-    blocks = [
-        max(statistics.median(block["seconds"]) for block in of_all)
-        for of_all in zip(*ranks, strict=True)
-    ]
+def _summary(ranks: turns.Turns) -> dict[str, Any]:
+    """The steps of each block, and what was said of the last plan."""
     said = [line for line in ranks[0][-1]["reasons"] if line.startswith("auto:")]
-    return {"blocks": [float(f"{each:.4g}") for each in blocks], "reason": (said or [""])[-1]}
-
-
-def step(methods: dict[str, Any], method: str) -> float:
-    """Seconds: the median of the blocks."""
-    return statistics.median(methods[method]["blocks"])
+    return {
+        "blocks": turns.rounded(turns.block_steps(ranks)),
+        "reason": said[-1] if said else "",
+    }
 
 
 def shares(methods: dict[str, Any]) -> tuple[float, float]:

@@ -21,12 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import command_line, lab
-from benchmarks.report import report
+from benchmarks.harness import command_line, lab, turns
+from benchmarks.harness.turns import CORES
 from hvd_adaptive.adaptation.prediction import Predictor
 from hvd_adaptive.adaptation.step_trace import StepTrace
 
-CORES = 2
 PRESET = "lstm-sotu"
 SEEN = (2, "200mbit")
 CASES = {
@@ -82,33 +81,19 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
     with lab.Lab(*SEEN) as hosts:
         (traced,) = hosts.module("workers.trace_rank", ["--preset", PRESET]).results()
     trace = StepTrace.from_dict(traced)
+    words = ["--preset", PRESET, "--blocks", str(1 if quick else BLOCKS), "--steps", str(STEPS)]
     for case in wanted:
-        ranks, rate = CASES[case]
-        with lab.Lab(ranks, rate) as hosts:
-            words = ["--preset", PRESET, "--blocks", str(1 if quick else BLOCKS)]
-            words += ["--steps", str(STEPS), *METHODS]
-            (everyone,) = hosts.module("workers.turns_rank", words, seconds=1200.0).results()
-        seen = {method: _median([rank[method] for rank in everyone]) for method in METHODS}
+        taken = turns.take(*CASES[case], tuple(METHODS), words, seconds=1200.0)
+        seen = {each: statistics.median(turns.block_steps(ranks)) for each, ranks in taken.items()}
         foreseen = predicted(trace, case)
-        cases[case] = {
+        found = {
             method: {
                 "measured": float(f"{seen[method]:.4g}"),
                 **{key: float(f"{value:.4g}") for key, value in foreseen[method].items()},
             }
             for method in METHODS
         }
-        print(report.table(rows({case: cases[case]})), flush=True)
-        if out is not None:
-            figures = {"preset": PRESET, "cases": cases, "missed": missed(cases)}
-            report.write(out.stem, figures, out.parent)
-
-
-def _median(ranks: list[list[dict[str, Any]]]) -> float:
-    """Of all ranks' blocks: the median step of each block, of the slowest rank."""
-    return statistics.median(
-        max(statistics.median(block["seconds"]) for block in of_all)
-        for of_all in zip(*ranks, strict=True)
-    )
+        command_line.keep(cases, case, found, rows, missed, out, preset=PRESET)
 
 
 def error(cell: dict[str, float]) -> float:

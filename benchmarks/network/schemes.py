@@ -12,17 +12,15 @@ Medians of the slowest rank's steps; bytes are those that each host's interfaces
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import command_line, lab
-from benchmarks.report import report
+from benchmarks.harness import command_line, turns
+from benchmarks.harness.turns import step
 
-CORES = 2
 PRESET = "lstm-sotu"
 COMPRESSORS = ("qsgd:bits=4", "topk:density=0.01")
 STOCK = "stock fp16"
@@ -70,47 +68,22 @@ HALF, NOT_SLOWER, AUTO = 0.5, 1.03, 1.05
 
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each case's figures to ``cases``, by method."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    words = ["--preset", PRESET, "--blocks", str(1 if quick else BLOCKS), "--steps", str(STEPS)]
     for title in wanted:
         case = CASES[title]
-        with lab.Lab(case.hosts, case.rate) as hosts:
-            words = [
-                "--preset",
-                PRESET,
-                "--blocks",
-                str(1 if quick else BLOCKS),
-                "--steps",
-                str(STEPS),
-                *case.methods,
-            ]
-            job = hosts.module("workers.turns_rank", words, seconds=1800.0, launcher=case.launcher)
-            (everyone,) = job.results()
-        cases[title] = {
-            method: _summary([rank[method] for rank in everyone]) for method in case.methods
-        }
-        print(report.table(rows({title: cases[title]})), flush=True)
-        if out is not None:
-            figures = {"preset": PRESET, "cases": cases, "missed": missed(cases)}
-            report.write(out.stem, figures, out.parent)
+        taken = turns.take(case.hosts, case.rate, case.methods, words, case.launcher)
+        found = {method: _summary(ranks) for method, ranks in taken.items()}
+        command_line.keep(cases, title, found, rows, missed, out, preset=PRESET)
 
 
-def _summary(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of all ranks' blocks: the median step of each block, of the slowest rank, and bytes received."""
-    blocks = [
-        max(statistics.median(block["seconds"]) for block in of_all)
-        for of_all in zip(*ranks, strict=True)
-    ]
+def _summary(ranks: turns.Turns) -> dict[str, Any]:
+    """The steps of each block, and the bytes received."""
     received = statistics.mean(block["received"] for rank in ranks for block in rank)
     return {
-        "blocks": [float(f"{each:.4g}") for each in blocks],
+        "blocks": turns.rounded(turns.block_steps(ranks)),
         "received": round(received),
         "schemes": ranks[0][-1]["schemes"],
     }
-
-
-def step(methods: dict[str, Any], method: str) -> float:
-    """Seconds: the median of the blocks."""
-    return statistics.median(methods[method]["blocks"])
 
 
 def rows(cases: dict[str, Any]) -> list[list[object]]:

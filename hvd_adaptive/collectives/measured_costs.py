@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.collectives import AUTO, encoded_schemes, planned_link_bytes
 from hvd_adaptive.collectives.base import EncodedScheme
 from hvd_adaptive.collectives.costs import CodecCosts, Workload
@@ -22,9 +25,16 @@ from hvd_adaptive.comm.link_costs import (
     seconds_of_byte,
     small_seconds,
 )
-from hvd_adaptive.planning.step_time import CompressorCosts, SchemeCosts, StepCosts
+from hvd_adaptive.planning.step_time import (
+    CompressorCosts,
+    SchemeCosts,
+    StepCosts,
+    StepModel,
+    StepSeconds,
+    spread,
+)
 
-__all__ = ["MeasuredCosts", "SumCosts", "SummandCosts"]
+__all__ = ["MeasuredCosts", "SumCosts", "SummandCosts", "dense_step"]
 
 NO_LINK, NO_CODEC = LinkCosts(0.0, 0.0, 0.0, 0.0), CodecCosts(0.0, 0.0, 0.0)
 
@@ -40,6 +50,11 @@ class SumCosts:
 
     latency: float
     link_byte: float
+
+    @classmethod
+    def of_ring(cls, link: LinkCosts) -> SumCosts:
+        """On an assumed network: as many bytes in two halves, and each half in as many operations."""
+        return cls(2 * link.allgather, link.allgather_byte)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +224,45 @@ def _lines(scheme: EncodedScheme, codec: CodecCosts, ranks: int, link: LinkCosts
         seconds(unit, 0.0, codec, free) / unit,
         seconds(0, unit, codec, free) / unit,
     )
+
+
+def dense_step(
+    numel: Int64s,
+    compute: float,
+    ranks: int,
+    link: LinkCosts,
+    *,
+    itemsize: int = 4,
+    cap_bytes: float = 25.0 * (1 << 20),
+) -> StepSeconds:
+    """A step that sends every element through rings over a network that is assumed.
+
+    Args:
+        numel: ``int64[L]``: elements of each layer, in the order in which their gradients arrive.
+        compute: seconds of forward and backward pass.
+        ranks: that reduce gradients.
+        link: the network.
+        itemsize: bytes that are sent of an element.
+        cap_bytes: dense bytes at which a bucket is closed.
+
+    Example:
+        >>> found = dense_step(np.array([25_000_000]), 0.3, 4, LinkCosts.of_gigabit())
+        >>> f"{found.total:.2f} s, of which {found.exposed:.2f} s exposed"
+        '1.50 s, of which 1.20 s exposed'
+    """
+    sums, codecs = (
+        {"sum": SumCosts.of_ring(link)},
+        {"none": SummandCosts("none", 0.0, 0.0, "sum", dense=True)},
+    )
+    costs = MeasuredCosts(ranks, link, sums, codecs, (), cap_bytes, assumed=True).step_costs()
+    order = np.arange(len(numel))
+    model = StepModel(
+        costs,
+        compute,
+        spread(compute, numel, order),
+        order,
+        numel,
+        (("none",),) * len(numel),
+        tuple(np.array([float(itemsize * each)]) for each in numel),
+    )
+    return model.seconds(np.zeros(len(numel), dtype=np.int64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
+from hvd_adaptive.comm import launcher
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.transport import JoinedRankError, Transport
 
@@ -47,7 +47,7 @@ def leftovers_dropped() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if _NAME_TAKEN not in str(error) or os.environ.get("HOROVOD_ELASTIC") != "1":
+        if _NAME_TAKEN not in str(error) or not launcher.is_elastic():
             raise
         raise HorovodInternalError(f"left over from before Horovod's restart: {error}") from error
 

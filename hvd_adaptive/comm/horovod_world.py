@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_adaptive.comm import horovod_channel, node_groups
+from hvd_adaptive.comm import horovod_channel, launcher, node_groups
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel
 from hvd_adaptive.comm.horovod_transport import HorovodTransport, joins_named, leftovers_dropped
@@ -62,7 +61,7 @@ class HorovodWorld(World):
     @property
     def is_elastic(self) -> bool:
         """As Horovod decides it."""
-        return os.environ.get("HOROVOD_ELASTIC") == "1"
+        return launcher.is_elastic()
 
     def as_process_set(self, given: Any) -> Any:
         """As it is."""

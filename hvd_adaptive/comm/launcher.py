@@ -74,6 +74,11 @@ def slurm_tasks(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
+def is_elastic() -> bool:
+    """Whether Horovod lets ranks come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

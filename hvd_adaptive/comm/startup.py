@@ -122,7 +122,7 @@ def _start_horovod(
         # A thread inherits the priority of the one that starts it, and nobody may raise it again.
         with ThreadPoolExecutor(1, initializer=_give_way, initargs=(niceness,)) as pool:
             pool.submit(start, *args, **kwargs).result()
-    if hierarchical and os.environ.get("HOROVOD_ELASTIC") != "1":
+    if hierarchical and not launcher.is_elastic():
         node_groups(Control("hva.init.nodes"))
 
 

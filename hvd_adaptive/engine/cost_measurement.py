@@ -88,8 +88,7 @@ class CostMeasurement:
     def _sums(self, prefix: str, dtype: torch.dtype) -> SumCosts:
         """An allreduce of this dtype; its bytes are those of a payload."""
         if self._link is not None:
-            # a ring: as many bytes in two halves, and each half in as many operations
-            return SumCosts(2 * self._link.allgather, self._link.allgather_byte)
+            return SumCosts.of_ring(self._link)
         small, large = (
             self._seconds(f"{prefix}.{dtype}.{size}", dtype, size) for size in (SMALL, LARGE)
         )

@@ -212,8 +212,7 @@ class TimeLimits(Limits):
             choice[layer] = min(able, key=lambda each: (delays[each], noises[each]))
         delay, noise = self.weighed(choice)
         if delay <= self.max_delay and noise <= self.max_noise and (choice != found.choice).any():
-            made = self.of(choice)
-            yield Contender(made.name, choice, made.parts, made.seconds, False, found.gap)
+            yield replace(self.of(choice), gap=found.gap)
 
 
 def _picked(rows: Sequence[Float64s], choice: Int64s) -> Float64s:

@@ -32,7 +32,6 @@ __all__ = [
     "StepSeconds",
     "arrival_order",
     "calibrated",
-    "dense_step",
     "spread",
     "timeline",
 ]
@@ -304,51 +303,6 @@ def spread(seconds: float, numel: Int64s, order: Int64s) -> Float64s:
     done = np.cumsum(numel[order]) / max(1, int(numel.sum()))
     ready[order] = -2 / 3 * seconds * (1 - done)
     return ready
-
-
-def dense_step(
-    numel: Int64s,
-    compute: float,
-    ranks: int,
-    *,
-    latency: float,
-    byte: float,
-    itemsize: int = 4,
-    cap_bytes: float = 25.0 * (1 << 20),
-) -> StepSeconds:
-    """A step that sends every element through rings over a network that is assumed.
-
-    Args:
-        numel: ``int64[L]``: elements of each layer, in the order in which their gradients arrive.
-        compute: seconds of forward and backward pass.
-        ranks: that reduce gradients.
-        latency: seconds of a small operation.
-        byte: seconds of a byte on a rank's link in one direction.
-        itemsize: bytes that are sent of an element.
-        cap_bytes: dense bytes at which a bucket is closed.
-
-    Example:
-        >>> ethernet = {"latency": 2e-4, "byte": 8e-9}  # 1 Gbit/s
-        >>> found = dense_step(np.array([25_000_000]), 0.3, 4, **ethernet)
-        >>> f"{found.total:.2f} s, of which {found.exposed:.2f} s exposed"
-        '1.50 s, of which 1.20 s exposed'
-    """
-    # a ring: as many bytes in two halves, and each half in as many operations
-    ring = SchemeCosts("allreduce", 2 * latency, 2 * (ranks - 1) / ranks * byte)
-    costs = StepCosts(
-        {"none": CompressorCosts("none", 0.0, (ring,), dense=True)}, ranks, cap_bytes, assumed=True
-    )
-    order = np.arange(len(numel))
-    model = StepModel(
-        costs,
-        compute,
-        spread(compute, numel, order),
-        order,
-        numel,
-        (("none",),) * len(numel),
-        tuple(np.array([float(itemsize * each)]) for each in numel),
-    )
-    return model.seconds(np.zeros(len(numel), dtype=np.int64))
 
 
 _MOST_NETWORK = 16.0

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hvd_adaptive.collectives.measured_costs import dense_step
 from hvd_adaptive.comm.link_costs import LinkCosts
-from hvd_adaptive.planning.step_time import dense_step
 from hvd_adaptive.telemetry import Placement
 from hvd_adaptive.telemetry.verdict import verdict
 
@@ -199,14 +199,8 @@ def at_gigabit(numel: Sequence[int], compute: float, ranks: int) -> str:
     """
     if ranks == 1 or math.isnan(compute):
         return ""
-    link = LinkCosts.of_gigabit()
-    fp32, fp16 = (
-        dense_step(
-            np.array(numel[::-1]), compute, ranks, latency=link.allgather, byte=link.allgather_byte,
-            itemsize=itemsize,
-        )
-        for itemsize in (4, 2)
-    )  # fmt: skip
+    order, link = np.array(numel[::-1]), LinkCosts.of_gigabit()
+    fp32, fp16 = (dense_step(order, compute, ranks, link, itemsize=itemsize) for itemsize in (4, 2))
     return (
         f"at 1 Gbit/s between {ranks} hosts, by the model: dense {1e3 * fp32.total:.1f} ms per step, "
         f"{fp32.exposed / fp32.total:.0%} exposed; in fp16 {1e3 * fp16.total:.1f} ms, "

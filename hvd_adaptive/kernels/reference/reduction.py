@@ -47,10 +47,28 @@ def reduce_(
     outs = [total[start:end] for start, end in edges]
     for body in bodies:
         decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
-    grads = None
-    if x is not None and before is not None:
-        before[offsets[0] : offsets[-1]] = x[offsets[0] : offsets[-1]]
-        grads = outs
-    rest = total if x is None else x
+    rest, grads = with_kept(total, outs, offsets, x, before)
     data, stats = compress_(rest, offsets, bits, rule, tables, grads, keys, reserve)
     return data, stats[:, 2].astype(np.uint8)
+
+
+def with_kept(
+    total: Tensor,
+    outs: list[Tensor],
+    offsets: npt.NDArray[np.int64],
+    x: Tensor | None,
+    before: Tensor | None,
+) -> tuple[Tensor, list[Tensor] | None]:
+    """What is left to compress of a sum, and what is added to it: the sum, where something was kept.
+
+    Args:
+        total: the sum.
+        outs: its layers.
+        offsets: of the layers.
+        x: what was kept; None where nothing is.
+        before: gets a copy of that; None keeps none.
+    """
+    if x is None or before is None:
+        return (total if x is None else x), None
+    before[offsets[0] : offsets[-1]] = x[offsets[0] : offsets[-1]]
+    return x, outs

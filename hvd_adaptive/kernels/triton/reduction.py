@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import check_received
 from hvd_adaptive.kernels.quantization import ReceivedBody
+from hvd_adaptive.kernels.reference.reduction import with_kept
 from hvd_adaptive.kernels.triton.quantized import Received, compress_, raise_damage, unpacked_codes
 from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 
@@ -42,10 +43,6 @@ def reduce_(
     damaged, _ = received.findings()  # before x is changed
     if damaged:
         raise_damage(bodies, numels.tolist(), rule)
-    grads = None
-    if x is not None and before is not None:
-        before[offsets[0] : offsets[-1]] = x[offsets[0] : offsets[-1]]
-        grads = outs
-    rest = total if x is None else x
+    rest, grads = with_kept(total, outs, offsets, x, before)
     data, stats = compress_(rest, offsets, bits, rule, tables, grads, keys, reserve)
     return data, stats[:, 2].astype(np.uint8)

@@ -6,6 +6,7 @@ which are put together by atomic ORs into zeros.
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+import torch
 import triton
 import triton.language as tl
 
@@ -29,8 +30,8 @@ FP16 = tl.constexpr(int(ValueFormat.fp16))
 BF16 = tl.constexpr(int(ValueFormat.bf16))
 INT8 = tl.constexpr(int(ValueFormat.int8))
 SIGN = tl.constexpr(int(ValueFormat.sign))
-LARGEST_FP16 = tl.constexpr(65504.0)
-LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
+LARGEST_FP16 = tl.constexpr(torch.finfo(torch.float16).max)
+LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 PIECES = tl.constexpr(256)
 """Pieces that are placed together."""
 
