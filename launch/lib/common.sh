@@ -72,3 +72,18 @@ descendants() {
         descendants "$child"
     done
 }
+
+# kill_tree PROCESS: kills it and all that it has started, also what it starts meanwhile.
+kill_tree() {
+    local before='' now=$1
+    # A stopped process starts nothing more; one that was about to has a child that only the next look finds.
+    until [[ $now == "$before" ]]; do
+        before=$now
+        # shellcheck disable=SC2086
+        kill -s STOP $before 2>/dev/null || true
+        now=$(say "$1" && descendants "$1")
+        now=${now//$'\n'/ }
+    done
+    # shellcheck disable=SC2086
+    kill -s KILL $now 2>/dev/null || true
+}

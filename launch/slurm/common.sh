@@ -300,8 +300,7 @@ stop_ranks() {
     elif [[ -z $(ls "$folder/ranks") ]]; then
         # No rank is there to hear it, and none may start any more. A gentle signal could take long.
         too_early=yes
-        # shellcheck disable=SC2046
-        kill -s KILL "$launched" $(descendants "$launched") 2>/dev/null || true
+        kill_tree "$launched"
     else
         tell_ranks "$1"
     fi

@@ -568,6 +568,15 @@ class TestCtrlC:
         assert log.read_text() == ""
 
 
+class TestProcesses:
+    def test_a_tree_that_keeps_growing_is_killed_whole(self, tmp_path: Path) -> None:
+        """A look at the processes, and then a signal, would miss what is started between the two."""
+        grow = "for each in {1..3000}; do sleep 300 & done"
+        kill = f"source {LAUNCH}/lib/common.sh; bash -c {shlex.quote(grow)} & sleep 0.3; kill_tree $!"
+        with all_ended(tmp_path) as mark:
+            subprocess.run(["bash", "-c", kill], env={**os.environ, **mark}, check=True, timeout=60)
+
+
 # ---------------------------------------------------------------- runs, terminals, processes
 
 
