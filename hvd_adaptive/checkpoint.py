@@ -97,6 +97,7 @@ def check_state(state: Any, run: Run | None = None) -> None:
         raise _refused("format", f"is {_shown(state.get('format'))}, expected {STATE_FORMAT}")
     _STATE(state, "")
     _maybe(_COSTS)(state.get("costs"), "costs")
+    _maybe(_by_name(_number))((state.get("costs") or {}).get("tried"), "costs['tried']")
     _check_routes(state)
     _check_owners(state)
     codecs = _check_codecs(state)

@@ -63,3 +63,18 @@ def rounded(seconds: Sequence[float]) -> list[float]:
 def step(methods: dict[str, Any], method: str) -> float:
     """Seconds of a method's step: the median of its ``blocks``."""
     return statistics.median(methods[method]["blocks"])
+
+
+def share(methods: dict[str, Any], method: str, others: Sequence[str]) -> float:
+    """What a method's step takes of the fastest of others: the median of what it takes in each block.
+
+    Both are then of the same phase of the machine.
+
+    Example:
+        >>> blocks = {"a": [1.0, 2.0, 3.0], "b": [1.1, 2.0, 3.6], "c": [9.0, 9.0, 9.0]}
+        >>> round(share({name: {"blocks": each} for name, each in blocks.items()}, "b", ["a", "c"]), 3)
+        1.1
+    """
+    fastest = min(others, key=lambda other: step(methods, other))
+    pairs = zip(methods[method]["blocks"], methods[fastest]["blocks"], strict=True)
+    return statistics.median(own / other for own, other in pairs)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command_line, lab, turns
-from benchmarks.harness.turns import step
+from benchmarks.harness.turns import share, step
 from launch.training.options import PRESETS
 
 AUTO = "auto"
@@ -74,9 +74,7 @@ def _summary(ranks: turns.Turns) -> dict[str, Any]:
 
 def shares(methods: dict[str, Any]) -> tuple[float, float]:
     """What auto takes of the best dense, and of the fastest of all others."""
-    own = step(methods, AUTO)
-    dense = min(step(methods, method) for method in DENSE)
-    return own / dense, own / min(dense, *(step(methods, method) for method in FIXED))
+    return share(methods, AUTO, DENSE), share(methods, AUTO, (*DENSE, *FIXED))
 
 
 def rows(cases: dict[str, Any]) -> list[list[object]]:

@@ -2,7 +2,8 @@
 
 1. Every collective scheme is measured at 1 to 16 ranks with several payloads: on hosts with slow links
    (launch/netlab.sh, one rank on each), on the same hosts without a limit, and without hosts.
-2. The bandwidth of each is fitted to few ranks, and tried on more and on a payload it never saw.
+2. The bandwidth of each is fitted to few ranks, and tried on more and on a payload it never saw; where
+   several ranks send to one at once, also what they lose by that.
    Where ranks share this machine's cores, what the machine alone needs is known from links without a
    limit.
 3. With it and with what a core needs to compress, a step's communication is carried on to 1,024 ranks.
@@ -76,7 +77,7 @@ SIZES = {
     "allgather": [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20],
     "two-shot": [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20],
 }
-POINT_SECONDS = 0.7
+POINT_SECONDS = 0.5
 HELD_OUT_SIZE = {"allreduce": 1 << 20, "allgather": 256 << 10, "two-shot": 1 << 20}
 HELD_OUT_RANKS = 8
 """Fits see fewer ranks than these, and not the size above."""
@@ -190,17 +191,16 @@ def measure(
     seconds: float,
     save: Callable[[], object],
 ) -> None:
-    """Add to ``found`` what it lacks, and to ``busy`` what others took before each job."""
+    """Add to ``found`` what it lacks, and to ``busy`` what others took before each job.
+
+    Each number of ranks meets all networks, forth and back: what is compared is then of one phase of
+    the machine. The faster of both times counts, as what else the machine does only slows it down.
+    """
     with Jobs(max(ranks)) as jobs:
-        for network in networks:
-            for number in ranks:
-                known = found.setdefault(network, {})
-                missing = [
-                    f"{scheme}:{size}"
-                    for scheme, (collective, _) in COLLECTIVES.items()
-                    for size in sizes[collective]
-                    if str(number) not in known.get(scheme, {}).get(str(size), {})
-                ]
+        for number in ranks:
+            both: Seconds = {}
+            for network in (*networks, *reversed(networks)):
+                missing = missing_points(found.get(network, {}), number, sizes)
                 if not missing:
                     continue
                 busy.append(round(busy_elsewhere(), 3))
@@ -209,11 +209,29 @@ def measure(
                     print(f"(others keep {busy[-1]:.0%} of the cores busy)", end=" ", flush=True)
                 for point in jobs.run(network, number, missing, seconds):
                     scheme, size = point["scheme"], str(point["bytes"])
+                    row = both.setdefault(network, {}).setdefault(scheme, {}).setdefault(size, {})
                     value = float(f"{point['seconds']:.4g}")
-                    known.setdefault(scheme, {}).setdefault(size, {})[str(number)] = value
-                    save()
+                    row[str(number)] = min(value, row.get(str(number), value))
                     print(".", end="", flush=True)
                 print(flush=True)
+            for network, schemes in both.items():
+                for scheme, rows in schemes.items():
+                    for size, row in rows.items():
+                        known = found.setdefault(network, {}).setdefault(scheme, {})
+                        known.setdefault(size, {}).update(row)
+            save()
+
+
+def missing_points(
+    known: dict[str, dict[str, dict[str, float]]], ranks: int, sizes: dict[str, list[int]]
+) -> list[str]:
+    """What is not known of a network, as words of scaling_rank.py."""
+    return [
+        f"{scheme}:{size}"
+        for scheme, (collective, _) in COLLECTIVES.items()
+        for size in sizes[collective]
+        if str(ranks) not in known.get(scheme, {}).get(str(size), {})
+    ]
 
 
 # --- measuring compressors ----------------------------------------------------------------------------
@@ -343,13 +361,13 @@ def methods(work: dict[str, Work]) -> dict[str, ScaledMethod]:
     }
 
 
-def carried_on(work: dict[str, Work], fixed: float, alpha: float) -> dict[str, Any]:
+def carried_on(work: dict[str, Work], fixed: float, alpha: float, crowding: float) -> dict[str, Any]:
     """Of each model at each rate: milliseconds at 1,024 ranks, and where gathering loses."""
     result: dict[str, Any] = {}
     for model, elements in MODELS.items():
         buckets = max(1, round(4 * elements / BUCKET_BYTES))
         for rate_name, rate in FAR_RATES.items():
-            line = Line(fixed, alpha, seconds_of_byte(rate))
+            line = Line(fixed, alpha, seconds_of_byte(rate), crowding)
             rows = {
                 name: {
                     "network ms": 1e3 * method.network_seconds(FAR, elements, line, buckets),
@@ -393,13 +411,19 @@ def _crossings(
 
 def analysed(found: Seconds, work: dict[str, Work]) -> dict[str, Any]:
     """Everything that follows from what was measured."""
-    fixed = floor_of(found)
+    fixed, lines = floor_of(found), fits(found)
+    crowding = max((row["crowding"] for row in lines.get("two-shot", {}).values()), default=0.0)
     return {
         "seconds": found,
         "work": {name: asdict(each) for name, each in work.items()},
-        "fits": fits(found),
-        "stated": {"fixed": fixed, "alpha": ALPHA, "bucket bytes": BUCKET_BYTES},
-        "many ranks": carried_on(work, fixed, ALPHA),
+        "fits": lines,
+        "stated": {
+            "fixed": fixed,
+            "alpha": ALPHA,
+            "crowding": crowding,
+            "bucket bytes": BUCKET_BYTES,
+        },
+        "many ranks": carried_on(work, fixed, ALPHA, crowding),
     }
 
 
@@ -432,14 +456,14 @@ def show(figures: dict[str, Any]) -> None:
 
 def show_fits(lines: dict[str, dict[str, dict[str, float]]]) -> None:
     """The models, and how they do where they have not looked."""
-    columns = "of TCP's rate, fitted to, tried on, most ranks, error, worst"
+    columns = "of TCP's rate, lost by crowding, fitted to, tried on, most ranks, error, worst"
     rows: list[list[object]] = [["model", "network", *columns.split(", ")]]
     for scheme, networks in lines.items():
         for network, row in networks.items():
             counted = ("fitted", "held out", "most ranks held out")
             counts = [int(row[key]) for key in counted]
             shares = [f"{row[key]:.1%}" for key in ("mean error", "worst error")]
-            line = [f"{row['rate']:.0%}"]
+            line = [f"{row['rate']:.0%}", f"{row['crowding']:.0%}"]
             rows.append([scheme, network, *line, *counts, *shares])
     report.show(rows)
 
@@ -539,7 +563,8 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     _plot_fits(left, figures)
     work = {name: Work(**each) for name, each in figures["work"].items()}
     rate_name, rate = "10 Gbit/s", FAR_RATES["10 Gbit/s"]
-    line = Line(figures["stated"]["fixed"], ALPHA, seconds_of_byte(rate))
+    stated = figures["stated"]
+    line = Line(stated["fixed"], ALPHA, seconds_of_byte(rate), stated["crowding"])
     elements = MODELS["25 M"]
     ranks = [2**power for power in range(1, 11)]
     for name, method in methods(work).items():
@@ -559,7 +584,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 def _plot_fits(axes: Any, figures: dict[str, Any]) -> None:
     for scheme, networks in figures["fits"].items():
         for network, row in networks.items():
-            line = Line(row["fixed"], row["alpha"], row["beta"])
+            line = Line(row["fixed"], row["alpha"], row["beta"], row["crowding"])
             divided = divide(figures["seconds"], network, scheme)
             color = None
             for shown, marker in zip(divided, (".", "o"), strict=True):

@@ -1,8 +1,10 @@
 """The alpha-beta model of scaling.py: what a collective costs, fitted and carried on to more ranks.
 
 ``wire = fixed + rounds * alpha + volume * beta``: ``rounds`` messages follow each other, and ``volume``
-bytes pass each rank's link in one direction. Where all ranks share one machine, what the machine alone
-needs for a collective partly overlaps with the wire: ``seconds = sqrt(machine^2 + wire^2)``.
+bytes pass each rank's link in one direction. Where more than one rank sends to each at once, in two
+shots, the ranks' flows meet in front of one link, and bytes take longer by a share, the crowding.
+Where all ranks share one machine, what the machine alone needs for a collective partly overlaps with
+the wire: ``seconds = sqrt(machine^2 + wire^2)``.
 """
 
 from __future__ import annotations
@@ -43,6 +45,16 @@ def volume(collective: str, ranks: int, nbytes: float) -> float:
     return SCHEMES[collective.replace("-", "_")]().link_bytes(nbytes, ranks)
 
 
+def is_crowded(collective: str, ranks: int) -> bool:
+    """Whether several ranks send to each at once; in a ring, one does.
+
+    Example:
+        >>> is_crowded("two-shot", 2), is_crowded("two-shot", 4), is_crowded("allgather", 4)
+        (False, True, False)
+    """
+    return collective == "two-shot" and ranks > 2
+
+
 # --- measured points, and the line through them -----------------------------------------------------
 
 
@@ -67,24 +79,31 @@ class Point:
     machine: float = 0.0
 
     @property
-    def row(self) -> tuple[float, float, float]:
-        """What fixed, alpha and beta are multiplied with."""
-        messages = self.operations * rounds(self.collective, self.ranks)
-        return 1.0, float(messages), volume(self.collective, self.ranks, self.nbytes)
+    def messages(self) -> int:
+        """That follow each other."""
+        return self.operations * rounds(self.collective, self.ranks)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds: of any operation, of a message, and of a byte."""
+    """Seconds: of any operation, of a message, and of a byte; the share that crowding adds to bytes."""
 
     fixed: float
     alpha: float
     beta: float
+    crowding: float = 0.0
+
+    def bytes_seconds(self, collective: str, ranks: int, nbytes: float) -> float:
+        """Of the bytes of a collective alone."""
+        share = self.crowding * is_crowded(collective, ranks)
+        return volume(collective, ranks, nbytes) * self.beta * (1.0 + share)
 
     def seconds(self, point: Point) -> float:
         """What it says of a point."""
-        wire = float(np.dot(point.row, (self.fixed, self.alpha, self.beta)))
-        return math.hypot(point.machine, wire)
+        latency = self.fixed + point.messages * self.alpha
+        return math.hypot(
+            point.machine, latency + self.bytes_seconds(point.collective, point.ranks, point.nbytes)
+        )
 
     def error(self, point: Point) -> float:
         """By how much that is off, relative to what was measured."""
@@ -108,8 +127,14 @@ def fit(points: Sequence[Point]) -> Line:
     """
     wires = np.sqrt([max(0.0, p.seconds**2 - p.machine**2) for p in points])
     weights = wires / np.array([p.seconds**2 for p in points])
-    volumes = weights * np.array([point.row[2] for point in points])
-    return Line(0.0, 0.0, float(volumes @ (weights * wires) / max(volumes @ volumes, 1e-300)))
+    volumes = np.array([volume(p.collective, p.ranks, p.nbytes) for p in points])
+    crowded = np.array([is_crowded(p.collective, p.ranks) for p in points])
+    bytes_, wanted = weights * volumes, weights * wires
+    if crowded.any() and not crowded.all():
+        (beta, more), *_ = np.linalg.lstsq(np.stack([bytes_, bytes_ * crowded], 1), wanted, rcond=None)
+        if beta > 0 and more > 0:
+            return Line(0.0, 0.0, float(beta), float(more / beta))
+    return Line(0.0, 0.0, float(bytes_ @ wanted / max(bytes_ @ bytes_, 1e-300)))
 
 
 # --- many ranks ---------------------------------------------------------------------------------------
@@ -160,7 +185,7 @@ class ScaledMethod:
         """Seconds on the network in a step: every bucket is a collective of its own."""
         messages = rounds(self.collective, ranks)
         latency = buckets * self.operations * (line.fixed + messages * line.alpha)
-        return latency + volume(self.collective, ranks, self.work.nbytes * elements) * line.beta
+        return latency + line.bytes_seconds(self.collective, ranks, self.work.nbytes * elements)
 
     def step(self, ranks: int, elements: float, line: Line, buckets: int) -> float:
         """Both, one after the other."""

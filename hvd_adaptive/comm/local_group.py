@@ -244,6 +244,8 @@ class LocalRank:
 class LocalTransport(Transport):
     """See :class:`~hvd_adaptive.comm.transport.Transport`; nothing leaves the process."""
 
+    takes_time = False
+
     def __init__(self, rank: LocalRank, op: int, gradient_predivide_factor: float = 1.0) -> None:
         topology = rank.group.topology
         super().__init__(op, None, gradient_predivide_factor, topology)

@@ -71,6 +71,8 @@ class Transport(ABC):
 
     in_order: ClassVar[bool] = False
     """Whether all ranks must start the second operations of buckets in one order, as well."""
+    takes_time: ClassVar[bool] = True
+    """Whether the time of a step says something about operations."""
 
     def __init__(
         self,

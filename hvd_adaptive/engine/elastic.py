@@ -206,6 +206,7 @@ class ElasticReducer(Reducer):
         self._abandon()
         super().reset()
         self._layout.launches.clear()
+        self._layout.forget_costs()  # some ranks may know more than others
         self._world = None
 
     def reset(self) -> None:

@@ -40,10 +40,13 @@ class KnownCosts:
         self.transport, self.control, self.prefix = transport, control, prefix
         self._link: LinkCosts | None = None
         self._codecs: dict[str, CodecCosts] = {}
+        self.excess: dict[str, float] = {}
+        """Seconds that a bucket takes longer by a scheme than foreseen, of those that were tried."""
 
     def forget_network(self) -> None:
         """There are other ranks, or it has changed: it must be measured again."""
         self._link = None
+        self.excess = {}
 
     @property
     def _ranks(self) -> list[int]:
@@ -55,7 +58,8 @@ class KnownCosts:
         if self._link is None:
             return None
         codecs = {spec: asdict(costs) for spec, costs in self._codecs.items()}
-        return {"ranks": self._ranks, "link": self._link.to_dict(), "codecs": codecs}
+        tried = dict(self.excess)
+        return {"ranks": self._ranks, "link": self._link.to_dict(), "codecs": codecs, "tried": tried}
 
     def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
         """Go by what :meth:`state_dict` returned, where it is of as many ranks and nodes."""
@@ -63,6 +67,7 @@ class KnownCosts:
             return
         self._link = LinkCosts.from_dict(found["link"])
         self._codecs = {spec: CodecCosts(**costs) for spec, costs in found["codecs"].items()}
+        self.excess = dict(found.get("tried") or {})  # older states have none
 
     def codec(self, compressor: Compressor) -> CodecCosts:
         """Of a compressor that :meth:`link` was called with."""

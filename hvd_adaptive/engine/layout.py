@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 from hvd_adaptive.adaptation.base import Assignment, Controller
@@ -146,6 +147,7 @@ class Layout:
     def forget_costs(self) -> None:
         """Measure the network again before it is next asked for; all ranks call it."""
         self._costs.forget_network()
+        self._schemes.forget()
 
     def forget_ranks(self) -> None:
         """Ranks must agree again."""
@@ -162,6 +164,7 @@ class Layout:
         Raises:
             ValueError: ranks train different layers.
         """
+        self._schemes.forget()  # ranks may not have tried as many steps
         report = report_layers(
             self._hooks.layers(),
             rounds=self._progress.rounds,
@@ -181,7 +184,9 @@ class Layout:
         routes = routes_of(self.config, layers, sparse, max(0, step), warmup=step < 0)
         groups = grouped(self._options.groups, list(by_name))
         planned = build_buckets(layers, routes, self._options.bucket_cap_bytes, groups)
-        buckets = self._schemes.choose(planned, self.controller.per_rank_levels)
+        controller = self.controller
+        tries = not controller.plans  # who plans by times must not take a trial's for its own
+        buckets = self._schemes.choose(planned, controller.per_rank_levels, tries)
         for bucket in buckets:
             for layer in bucket.layers:
                 routes[layer.name] = replace(routes[layer.name], scheme=bucket.scheme)
@@ -243,6 +248,13 @@ class Layout:
             return route.scheme
         chosen = [each.scheme for each in routes.values() if each.kind is PayloadKind.ENCODED]
         return chosen[0] if chosen else scheme_for(PayloadKind.ENCODED)
+
+    def tries_next(self) -> bool:
+        """Whether a trial of schemes goes on with another one, or ends: buckets must be built again.
+
+        All ranks call it at the end of the same step.
+        """
+        return self._schemes.end_step(perf_counter())
 
     def switch(self, assignments: Mapping[str, Assignment] | None) -> None:
         """Compress as planned from the next gradient on; None changes nothing. All ranks call it.

@@ -278,8 +278,8 @@ class Reducer:
         self._gradients.restore_layouts(self._layout.sparse if self._options.sparse_as_dense else ())
         self._progress.rounds += 1
         self._rearm()
-        step = self._layout.steps
-        if step == 0 or (step > 0 and self._layout.config.changes_at(step)):
+        step, tries_next = self._layout.steps, self._layout.tries_next()
+        if tries_next or step == 0 or (step > 0 and self._layout.config.changes_at(step)):
             self._layout.build()
         if anywhere:
             refuse_dropped(self._control, dropped)

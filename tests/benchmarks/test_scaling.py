@@ -36,6 +36,15 @@ def test_a_fit_finds_the_line_that_made_the_points(collective: str, operations: 
     assert found.seconds(far) == pytest.approx(line.seconds(far))
 
 
+def test_what_two_shots_lose_where_several_ranks_send_to_one_is_found_by_4_ranks() -> None:
+    line = model.Line(0.0, 0.0, 4.2e-8, crowding=0.3)
+    found = model.fit(points(line, "two-shot"))
+    assert (found.beta, found.crowding) == (pytest.approx(line.beta), pytest.approx(0.3))
+    assert model.fit(points(line, "allreduce")).crowding == 0.0
+    two, four = (line.bytes_seconds("two-shot", ranks, 100) for ranks in (2, 4))
+    assert four / two == pytest.approx(1.5 * 1.3)
+
+
 def test_a_ring_sends_twice_what_it_holds_and_a_gather_everything_of_the_others() -> None:
     line = model.Line(0.0, 1e-5, 1e-9)
     ring = model.Point("allreduce", 1, 16, 1600, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
 from hvd_adaptive.engine import known_costs  # noqa: E402
+from hvd_adaptive.engine.scheme_choice import CLOSE  # noqa: E402
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
 ETHERNET = LinkCosts(5e-4, 5e-4, 4e-8, 4e-8)  # 200 Mbit/s
@@ -109,6 +111,69 @@ def test_planners_go_on_planning_where_the_scheme_is_chosen(monkeypatch: pytest.
             group.compression_state_dicts()  # waits for the planner
     assert auto.plan.version >= 2
     assert [row.level for row in auto.plan] == [row.level for row in named.plan]
+
+
+def with_slow_alltoalls(monkeypatch: pytest.MonkeyPatch, **options: object) -> VirtualRanks:
+    """Ranks that foresee two shots to be faster, by little, and find each alltoall to take 10 ms."""
+    submit = LocalTransport.submit
+
+    def slow(self: LocalTransport, request: Request, name: str, step: int) -> Any:
+        if request.operation == "alltoall" and self.rank == 0:
+            time.sleep(0.01)
+        return submit(self, request, name, step)
+
+    monkeypatch.setattr(LocalTransport, "submit", slow)
+    monkeypatch.setattr(LocalTransport, "takes_time", True)
+    link = LinkCosts(5e-4, 5e-4, 4e-9, 4e-9)
+    foreseen = seconds(4, link, nbytes=266e3, numel=525_344)
+    assert 1.0 < foreseen["allgather"] / foreseen["two_shot"] < CLOSE
+    return chosen(monkeypatch, 4, link, **{"bucket_cap_mb": 25.0, **options})
+
+
+def continued(group: VirtualRanks, steps: int) -> list[str]:
+    """The scheme of every further step."""
+    schemes = []
+    for _ in range(steps):
+        schemes.append(next(iter(group.plan)).scheme)
+        group.reduce([gradients(rank) for rank in range(4)])
+    return schemes
+
+
+def test_where_a_forecast_is_close_schemes_are_tried_and_the_faster_one_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = with_slow_alltoalls(monkeypatch)
+    assert "is being tried" in str(group.plan)
+    turns = ["allgather"] * 2 + ["two_shot"] * 8 + ["allgather"] * 4
+    assert continued(group, 20) == turns + ["allgather"] * 6
+    assert "steps with all buckets by one scheme, tried here: allgather " in str(group.plan)
+    (costs,) = {str(state["costs"]) for state in group.compression_state_dicts()}
+    assert "'tried': {'allgather': 0.0" in costs
+
+
+def test_what_was_tried_is_part_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = with_slow_alltoalls(monkeypatch)
+    continued(group, 14)
+    states = group.compression_state_dicts()
+    resumed = with_slow_alltoalls(monkeypatch)
+    resumed.load_compression_state_dicts(states)
+    assert continued(resumed, 3) == ["allgather"] * 3
+    states[0]["costs"]["tried"]["two_shot"] = "slow"
+    with pytest.raises(ValueError, match="tried"):
+        check_state(states[0])
+    del states[0]["costs"]["tried"]  # as older versions wrote it
+    check_state(states[0])
+
+
+def test_a_named_scheme_and_a_planner_are_not_disturbed_by_trials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = with_slow_alltoalls(monkeypatch, scheme="two_shot")
+    assert continued(named, 8) == ["two_shot"] * 8
+    planned = with_slow_alltoalls(
+        monkeypatch, compression="topk:density=0.1", planner="lgreco:period=1000", scheme="auto"
+    )
+    assert len(set(continued(planned, 8))) == 1
 
 
 def test_a_scheme_can_be_given_to_some_layers(monkeypatch: pytest.MonkeyPatch) -> None:
