@@ -30,6 +30,8 @@ from typing import IO, Any
 
 import pytest
 
+from tests.harness.eager import without_compiler
+
 HERE = Path(__file__).resolve().parent
 
 # Set by the launcher; without them reports go nowhere and stacks go to the terminal.
@@ -46,6 +48,8 @@ class World:
         # mpi4py first: it asks for full thread support, and Horovod takes MPI as it finds it.
         import numpy as np
         from mpi4py import MPI
+
+        without_compiler()
 
         self._np = np
         self._communicator = MPI.COMM_WORLD.Dup()
@@ -75,7 +79,8 @@ class World:
 
     def log(self, event: str, **fields: Any) -> None:
         if self._log is not None:
-            self._log.write(json.dumps({"event": event, **fields}) + "\n")
+            clocks = {"at": time.time(), "cpu": time.process_time()}
+            self._log.write(json.dumps({"event": event, **clocks, **fields}) + "\n")
             self._log.flush()
 
     def agree_on_collection(self, found: list[str], errors: list[str]) -> str | None:
