@@ -766,7 +766,8 @@ def run_sh(*words: str, moment: str = "", number: int = signal.SIGTERM) -> tuple
     """Its exit status and its output; once that shows the moment, the signal is sent."""
     with subprocess.Popen(
         [str(RUN), *words],
-        env=environment(),
+        # mpirun takes this long twice after a rank has ended with a status other than 0
+        env=environment(OMPI_MCA_odls_base_sigkill_timeout="3"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
