@@ -124,7 +124,7 @@ class World:
         self.log("finished")
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGTERM)
-        # Otherwise the interpreter looks for garbage among all that torch has: 0.6 s of a core per rank.
+        # Or the interpreter looks for garbage among all that torch has: 0.6 s of a core per rank.
         gc.freeze()
 
     @staticmethod

@@ -86,7 +86,7 @@ class Launch:
 
     def end(self) -> Outcome:
         """Waits until no rank is left."""
-        status = self._job.wait(180)
+        status = self._job.wait(300)
         processes = [int((self._folder / f"rank-{rank}").read_text()) for rank in range(self._ranks)]
         last = time.time() + 60
         while any(map(lives, processes)) and time.time() < last:

@@ -23,7 +23,7 @@ def launched(steps: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*LAUNCHERS["horovodrun"], "4", sys.executable, script, str(steps)],
         check=False, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=180,
+        timeout=300,
     )  # fmt: skip
 
 
