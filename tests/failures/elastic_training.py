@@ -22,7 +22,6 @@ from torch import Tensor
 
 import hvd_adaptive as hva
 from hvd_adaptive.comm.world import current
-from tests.harness.eager import without_compiler
 
 FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()  # the tests import the options
 RATE = 0.01
@@ -150,7 +149,6 @@ def train(state: Any, built: dict[str, tuple[torch.nn.Module, Any]]) -> None:
 
 
 def main() -> None:
-    without_compiler()
     torch.set_num_threads(1)
     hvd.init()
     assert current().is_elastic
