@@ -176,7 +176,7 @@ def test_all_ranks_hold_the_same_plans_at_every_step(
 @pytest.mark.parametrize("name", ["lgreco", "kimad+ of each", "gravac exact", "accordion"])
 def test_sixteen_ranks_hold_the_same_plans_at_every_step(name: str) -> None:
     """One planner for each kind of measurement: how many ranks there are changes nothing else."""
-    check_that_ranks_plan_alike(name, gradients, 24)
+    check_that_ranks_plan_alike(name, gradients, STEPS)
 
 
 def check_that_ranks_plan_alike(name: str, of: Callable[[int], dict[str, Tensor]], steps: int) -> None:
