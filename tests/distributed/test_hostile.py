@@ -64,7 +64,7 @@ FORMS: dict[str, Callable[[nn.Parameter], None]] = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gradient_that_is_bound_to_another_tensor_gets_the_result(form: str, spec: str) -> None:

@@ -13,7 +13,9 @@ def train(steps: int) -> None:
 
     import hvd_adaptive as hva
     from hvd_adaptive.comm.topology import NODE_VARIABLE
+    from tests.harness.eager import without_compiler
 
+    without_compiler()
     os.environ[NODE_VARIABLE] = f"node{int(os.environ['OMPI_COMM_WORLD_RANK']) // 2}"
     hva.init(hierarchical=True)
     model = torch.nn.Linear(64, 64)

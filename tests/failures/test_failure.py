@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -42,11 +43,15 @@ SAID = {
     "leave 3": r"rank \d ends because rank {rank} ended by itself, before the others",
 }
 # Launched side by side: while one waits for its time to pass, another computes.
-TOGETHER = [("kill", "raise"), ("leave 0", "leave 3"), ("stall", "freeze")]
-CASES = [
-    *((launcher, how) for launcher in ("horovodrun", "mpirun") for how in SAID),
-    ("gloo", "freeze"),
+TOGETHER = [
+    (("horovodrun", "kill"), ("horovodrun", "raise"), ("mpirun", "leave 0")),
+    (("horovodrun", "leave 0"), ("horovodrun", "leave 3"), ("mpirun", "leave 3")),
+    (("horovodrun", "stall"), ("horovodrun", "freeze"), ("gloo", "freeze")),
+    (("mpirun", "stall"), ("mpirun", "freeze"), ("mpirun", "kill"), ("mpirun", "raise")),
 ]
+CASES = [case for cases in TOGETHER for case in cases]
+
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Launch:
 
     def end(self) -> Outcome:
         """Waits until no rank is left."""
-        status = self._job.wait(180)
+        status = self._job.wait(300)
         processes = [int((self._folder / f"rank-{rank}").read_text()) for rank in range(self._ranks)]
         last = time.time() + 60
         while any(map(lives, processes)) and time.time() < last:
@@ -94,7 +99,7 @@ class Launch:
         return Outcome(text, status, processes, seconds)
 
 
-def ended(launches: dict[str, Launch]) -> dict[str, Outcome]:
+def ended(launches: dict[Case, Launch]) -> dict[Case, Outcome]:
     """How each of them ended, all watched at once."""
     with ThreadPoolExecutor(len(launches)) as pool:
         return dict(zip(launches, pool.map(Launch.end, launches.values()), strict=True))
@@ -128,16 +133,19 @@ def failing_rank(launcher: str) -> int:
 
 
 @functools.cache
-def outcomes(launcher: str, hows: tuple[str, ...]) -> dict[str, Outcome]:
-    return ended({how: Launch(launcher, how, failing_rank(launcher)) for how in hows})
+def outcomes(cases: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], Outcome]:
+    launches = {
+        (launcher, how): Launch(launcher, how, failing_rank(launcher)) for launcher, how in cases
+    }
+    return ended(launches)
 
 
 @pytest.mark.parametrize(("launcher", "how"), CASES)
 def test_a_rank_that_fails_ends_all_others_and_is_named(launcher: str, how: str) -> None:
     if shutil.which(LAUNCHERS[launcher][0], path=environment()["PATH"]) is None:
         pytest.skip(f"{launcher} is not installed")
-    [hows] = [each for each in TOGETHER if how in each]
-    outcome = outcomes(launcher, hows if launcher != "gloo" else (how,))[how]
+    [cases] = [each for each in TOGETHER if (launcher, how) in each]
+    outcome = outcomes(cases)[launcher, how]
     text, rank = outcome.text, failing_rank(launcher)
     assert outcome.status != 0, text
     assert not any(map(lives, outcome.processes)), text

@@ -212,8 +212,10 @@ def launch(size: int, functions: Sequence[Function], folder: Path, timeout: floa
     (folder / "selected").write_text("\n".join(function.id for function in functions))
     files = dict.fromkeys(str(function.file.relative_to(ROOT)) for function in functions)
     command = [*horovodrun(size), sys.executable, "-m", "pytest", "-q"]
-    # The ranks would write one cache file together.
-    command += ["-p", "no:cacheprovider", "--tb=long", *files]
+    # The ranks would write one cache file together; what they do not use takes seconds to import.
+    for plugin in ("cacheprovider", "hypothesispytest", "xdist"):
+        command += ["-p", f"no:{plugin}"]
+    command += ["--tb=long", *files]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)
     }

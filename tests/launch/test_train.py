@@ -629,7 +629,7 @@ def results(folder: Path, data_root: Path) -> dict[str, Result]:
     done = subprocess.run(
         ["horovodrun", "-np", "2", sys.executable, "-m", "tests.launch.train_driver",
          str(folder / "commands.json"), str(folder / "results")],
-        env=environment(data_root), capture_output=True, text=True, timeout=240, check=False,
+        env=environment(data_root), capture_output=True, text=True, timeout=480, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = [json.loads((folder / f"results-{rank}.json").read_text()) for rank in (0, 1)]
@@ -738,7 +738,7 @@ class TestTwoRanks:
         done = subprocess.run(
             ["horovodrun", "-np", str(ranks), sys.executable, str(LAUNCH / "train.py"), *RESUMABLE,
              *KINDS["topk"], "--steps", "18", "--checkpoint-dir", str(mine), "--resume"],
-            env=environment(data_root), capture_output=True, text=True, timeout=120, check=False,
+            env=environment(data_root), capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"the checkpoint is of 2 ranks, this run has {ranks}" in done.stdout
@@ -850,8 +850,8 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(
             os.killpg(process.pid, number)
         else:
             os.kill(ranks[1] if target == "rank 1" else process.pid, number)
-        returned = process.wait(timeout=40)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()), 20, log)
+        returned = process.wait(timeout=120)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()), 60, log)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

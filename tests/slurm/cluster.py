@@ -133,7 +133,7 @@ class Job:
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
-    def wait(self, seconds: float = 120.0) -> tuple[str, int]:
+    def wait(self, seconds: float = 240.0) -> tuple[str, int]:
         """Waits for the end.
 
         Returns:
@@ -147,7 +147,7 @@ class Job:
         code, _, number = shown["ExitCode"].partition(":")
         return shown["JobState"], int(code) or (128 + int(number) if int(number) else 0)
 
-    def wait_for(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 240.0) -> re.Match[str]:
         """Waits for a line of output."""
 
         def arrived() -> bool:

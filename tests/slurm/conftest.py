@@ -28,6 +28,8 @@ ENVIRONMENT = {
     # Nodes with two cores each, on a machine that may have two in all.
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
+    # mpirun takes this long twice after a rank has ended with a status other than 0.
+    "OMPI_MCA_odls_base_sigkill_timeout": "3",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }

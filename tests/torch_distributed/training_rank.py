@@ -24,6 +24,7 @@ from torch import nn  # noqa: E402
 
 import hvd_adaptive as hva  # noqa: E402
 from hvd_adaptive.comm.topology import NODE_VARIABLE  # noqa: E402
+from tests.harness.eager import without_compiler  # noqa: E402
 
 STEPS = 5
 SPECS = {
@@ -236,6 +237,7 @@ def main() -> None:
     else:
         import horovod.torch as hvd
 
+        without_compiler()
         rank, size = hvd.rank(), hvd.size()
     results = {}
     for case in sys.argv[3:]:
