@@ -117,16 +117,26 @@ def _of_gravac() -> Iterator[Claim]:
             "one short run of one model",
             "Time and accuracy of a short run",
         )
-    levels = load("kernels")["multi_level"]
     yield Claim(
         "GraVAC",
         "multi-level compression: times faster than compressing twice",
         (1.1, 1.83),
-        tuple(row["speedup"] for row in levels.values()),
-        ".2f",
-        "exact top-k takes 2 memcpys here: there is less to save",
-        "Multi-level compression",
+        *_multi_level_speedups(),
     )
+
+
+def _multi_level_speedups() -> tuple[tuple[float, ...], str, str, str]:
+    """Of the paper's models where they were measured, else of one large layer; and where they are."""
+    why = "exact top-k takes 2 memcpys here: there is less to save"
+    if not (RESULTS / "multi_level.json").exists():
+        levels = load("kernels")["multi_level"]
+        found = tuple(row["speedup"] for row in levels.values())
+        return found, ".2f", why, "Multi-level compression"
+    from benchmarks.micro.multi_level import speedups
+
+    models = load("multi_level")["models"]
+    found = tuple(speedups(row)[0] for methods in models.values() for row in methods.values())
+    return found, ".2f", why, "Direct and multi-level compression"
 
 
 def _of_alq() -> Iterator[Claim]:

@@ -23,6 +23,7 @@ from benchmarks.report.results_markdown import (
     span,
     table,
 )
+from benchmarks.report.results_planners import bucket_times, gravac_search, multi_level
 
 # --- accuracy and planners ----------------------------------------------------------------------------
 
@@ -845,12 +846,15 @@ PARTS: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,
+    "multi_level": multi_level,
     "wire": wire,
     "planner": planner,
     "allocation": allocation,
     "sensitivity": sensitivity,
     "aggregate_error": aggregate_error,
+    "gravac_search": gravac_search,
     "bucket_costs": bucket_costs,
+    "bucket_times": bucket_times,
     "planning_cost": planning_cost,
     "bandwidth_trace": bandwidth,
     "adaptive": adaptive,

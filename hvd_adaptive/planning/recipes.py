@@ -136,8 +136,8 @@ class AccordionLGreCo(CriticalRegimes, MinCostKnapsack, Pricing, ErrorMetric, Re
     Options: those of :class:`CriticalRegimes`, :class:`MinCostKnapsack`, :class:`Pricing`,
     :class:`ErrorMetric` and :class:`Recipe`. Source: L-GreCo, section 5.3.
 
-    Memory: one float32 per element, for the sum of the gradients since the last plan, which Accordion's
-    norm and L-GreCo's errors both come from; two with ``residual=true``, whose errors are of another sum.
+    Memory: one float32 per element, for the sum of the gradients since the last plan, which serves both
+    Accordion's norm and L-GreCo's errors; two with ``residual=true``, whose errors are of another sum.
     """
 
     accumulate: bool = True
