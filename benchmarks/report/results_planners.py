@@ -25,8 +25,8 @@ def gravac_search() -> str:
     ends = f", at {span(kept, 'g')}x" if kept else ""
     return section(
         "GraVAC's search",
-        f"Presets trained with the gradients of {RANKS} virtual ranks, window {WINDOW}, epsilon as in a "
-        f"run's name. Gains are real; a step's seconds are assumed: {COMPUTE_SECONDS:g} s "
+        f"Presets trained with the gradients of {RANKS} virtual ranks, window {WINDOW}, epsilon as in "
+        f"a run's name. Gains are real; a step's seconds are assumed: {COMPUTE_SECONDS:g} s "
         f"and the plan's bytes at {MBIT} Mbit/s. {source('gravac_search', figures)}",
         (
             "Factors tried and kept",
@@ -48,8 +48,8 @@ def bucket_times() -> str:
     each = "; ".join(f"{share(methods):.2f} ({title})" for title, methods in cases.items())
     return section(
         "L-GreCo by time",
-        "Models whose backward pass hides the first buckets, on hosts with slow links, one rank each, all "
-        "on 2 cores; one level for all layers, `lgreco`, and `lgreco-time` after its trials, in "
+        "Models whose backward pass hides the first buckets, on hosts with slow links, one rank each, "
+        "all on 2 cores; one level for all layers, `lgreco`, and `lgreco-time` after its trials, in "
         f"turn in one job; the slowest rank's median step. {source('bucket_times', figures)}",
         (
             "lgreco-time and lgreco",
