@@ -103,7 +103,6 @@ class VirtualRanks:
     ) -> None:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
         self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link)
-        self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
         auto = expand(compression, planner, candidates, scheme, DEFAULT_SCHEME, param_groups())
         choice = replace(
             CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme), start=auto.start

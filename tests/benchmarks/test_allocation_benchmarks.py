@@ -22,7 +22,7 @@ QUICK = {
     "accuracy.gravac_search": ("next best that suffices", "20x, 40x, 160x, 1000x"),
     "accuracy.sensitivity": ("all together", "loss at the last level"),
     "micro.bucket_costs": ("intercept", "r2 of single steps"),
-    "micro.multi_level": ("one summary", "VGG16    `redsync`"),
+    "micro.multi_level": ("one summary", "VGG16  `redsync`"),
     "micro.planning_cost": ("other steps", "MLP, topk"),
 }
 
