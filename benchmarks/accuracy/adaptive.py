@@ -105,6 +105,7 @@ def measure(hosts: lab.Lab, point: PlannerPoint, seed: int) -> dict[str, Any]:
     records = [json.loads(line) for line in lines]
     return {
         "setting": setting(point, seed),
+        "date": report.machine()["date"],
         "held_out": found["held_out"],
         "payload": found["costs"]["payload_bytes"],
         "traffic": found["costs"]["traffic_bytes"],

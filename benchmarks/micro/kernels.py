@@ -24,7 +24,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,11 +33,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import command_line
+from benchmarks.harness.in_turn import take_turns
+from benchmarks.micro import multi_level as multi_levels
 from benchmarks.report import report
 from hvd_adaptive.commands import precompile
 from hvd_adaptive.compressors import parse
-from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch, MultiLevel
-from hvd_adaptive.compressors.randomk import RandomK
+from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch
 from hvd_adaptive.compressors.sparse import DGC, GlobalTopK, RedSync, Threshold, TopK
 from hvd_adaptive.kernels.cpu import sparse as cpu
 from hvd_adaptive.kernels.selection import errors_from_spectrum
@@ -59,18 +59,7 @@ TABLE_TARGETS = {"topk", "dgc", "redsync"}
 TABLE_LEVELS = 100
 TABLE_PASSES_TARGET = 1.5  # of the compress pass
 TABLE_SPEEDUP_TARGET = 100.0  # over compressing at each level
-MULTI_LEVEL: dict[str, Compressor] = {
-    "topk": TopK(density=0.1),
-    "dgc": DGC(density=0.1),
-    "redsync": RedSync(density=0.1),
-    "randomk": RandomK(density=0.1),
-}
-"""Compressors that are MultiLevel; compression factor 10, then 1000."""
 MULTI_LEVEL_TARGET = 1.0
-PAPERS_MULTI_LEVEL = {
-    "topk": (1.49, 1.83), "dgc": (1.27, 1.52), "redsync": (1.1, 1.5), "randomk": (1.34, 1.64),
-}  # fmt: skip
-"""GraVAC's table 3: speedups with three models."""
 QUANTIZERS = (
     "qsgd",
     "qsgd:bits=8",
@@ -127,22 +116,6 @@ def setup(layers: int, numel: int, density: float) -> Setup:
         counts=np.full(layers, count_of(numel, density)),
         outs=[torch.zeros(numel) for _ in range(layers)],
     )
-
-
-def take_turns(
-    contestants: dict[str, Callable[[], object]], repeats: int, before: Callable[[], None]
-) -> dict[str, float]:
-    """Seconds of each contestant's fastest turn; one turn of each, again and again."""
-    best = dict.fromkeys(contestants, math.inf)
-    for turn in range(repeats + 1):
-        for name, contestant in contestants.items():
-            before()
-            start = time.perf_counter()
-            contestant()
-            elapsed = time.perf_counter() - start
-            if turn:  # the first touches new memory
-                best[name] = min(best[name], elapsed)
-    return best
 
 
 def torch_topk(bucket: Setup) -> None:
@@ -359,27 +332,14 @@ def multi_level_turns(
     GraVAC's exact form compresses ``further``; its default estimates gains from a ``histogram`` and
     compresses to the factor that is sent.
     """
-
-    def twice() -> None:
-        spare.copy_(x)
-        compressor.compress_(spare, 0.1)
-        compressor.compress_(x, 0.001)
-
-    def further() -> None:
-        payload = compressor.compress_(x, 0.1)
-        compressor.recompress_(payload, x, 0.001)
-
-    def histogram() -> None:
-        compressor.sent_energies(x, [0.1, 0.001])
-        compressor.compress_(x, 0.001)
-
+    both = multi_levels.turns(compressor, [x.numel()], x, spare)
     return {
         "copy": lambda: spare.copy_(x),
-        "once": lambda: compressor.compress_(x, 0.1),
-        "twice": twice,
-        "further": further,
-        "gains": lambda: compressor.errors(x, [0.1, 0.001]),
-        "histogram": histogram,
+        "once": lambda: compressor.compress_(x, multi_levels.MILD),
+        "twice": both["direct"],
+        "further": both["multi-level"],
+        "gains": lambda: compressor.errors(x, [multi_levels.MILD, multi_levels.STRONG]),
+        "histogram": both["summary"],
     }
 
 
@@ -391,8 +351,7 @@ def multi_level(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     start = torch.randn(numel, generator=torch.Generator().manual_seed(2))
     x, spare = start.clone(), torch.empty_like(start)
     figures = {}
-    for name, compressor in MULTI_LEVEL.items():
-        assert isinstance(compressor, MultiLevel)
+    for name, compressor in multi_levels.COMPRESSORS.items():
         seconds = take_turns(multi_level_turns(compressor, x, spare), repeats, lambda: x.copy_(start))
         figures[name] = {f"{key} ms": 1e3 * took for key, took in seconds.items()}
         figures[name]["speedup"] = seconds["twice"] / seconds["further"]
@@ -400,7 +359,7 @@ def multi_level(numel: int, repeats: int) -> dict[str, dict[str, float]]:
         figures[name]["speedup of the second"] = steps[0] / steps[1]
         figures[name]["speedup of gains"] = seconds["twice"] / seconds["gains"]
         figures[name]["speedup of histogram"] = seconds["twice"] / seconds["histogram"]
-        figures[name]["paper from"], figures[name]["paper to"] = PAPERS_MULTI_LEVEL[name]
+        figures[name]["paper from"], figures[name]["paper to"] = multi_levels.papers_span(name)
     return figures
 
 

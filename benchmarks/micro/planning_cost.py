@@ -248,7 +248,7 @@ def main() -> int:
             print(name, file=sys.stderr, flush=True)
             words = ["--only", name, *(["--quick"] if options.quick else [])]
             found = lab.figures_here(options.ranks, "micro.planning_cost", words)
-            done[name] = {"setting": setting, **found}
+            done[name] = {"setting": setting, "date": report.machine()["date"], **found}
             if not options.quick:
                 report.write("planning_cost", {"cases": done})
 

@@ -455,7 +455,8 @@ def measure_all(
     """
     end = time.monotonic() + 60 * minutes
     known: dict[str, Any] = dict(done) if more else {}
-    place = report.place(report.machine())
+    machine = report.machine()
+    here = {"place": report.place(machine), "date": machine["date"]}
     with Bench(hosts) as bench:
         for group in groups(chosen):
             started = time.monotonic()
@@ -463,7 +464,7 @@ def measure_all(
                 break
             try:
                 for point, figures in bench.measure(group):
-                    best = fastest(known.get(point.key, {}), {"place": place, **figures})
+                    best = fastest(known.get(point.key, {}), {**here, **figures})
                     if best["launches"] >= point.launches:
                         best["setting"] = setting(point)
                     known[point.key] = done[point.key] = best

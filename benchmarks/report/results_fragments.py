@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.network import training_tables as tables
 from benchmarks.network.training_tables import COMPUTE_ONLY, FP16, TARGET_RATE, TOPK
+from benchmarks.report.old_defaults import note, of_cells
 from benchmarks.report.plots import best
 from benchmarks.report.results_markdown import load, span, table
 from benchmarks.report.results_sections import loses
@@ -246,7 +247,8 @@ def lost() -> str:
         for method in tables.names(points, 2, "course")
         if not method.startswith("stock")
     ]
-    return table(["", *MODELS.values()], rows)
+    courses = {key: each for key, each in points.items() if key.startswith("course/")}
+    return f"{table(['', *MODELS.values()], rows)}\n\n{note(of_cells(courses, 2))}".rstrip()
 
 
 def aggregate() -> str:

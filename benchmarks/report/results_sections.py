@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report import report
+from benchmarks.report.old_defaults import note, of_cells
 from benchmarks.report.results_forecasts import auto_grid, prediction
 from benchmarks.report.results_kernels import kernels, wire
 from benchmarks.report.results_markdown import (
@@ -23,6 +24,7 @@ from benchmarks.report.results_markdown import (
     span,
     table,
 )
+from benchmarks.report.results_planners import bucket_times, gravac_search, multi_level
 
 # --- accuracy and planners ----------------------------------------------------------------------------
 
@@ -275,6 +277,8 @@ def bucket_costs() -> str:
 
 def planning_cost() -> str:
     """What planning costs per step."""
+    from benchmarks.micro.planning_cost import CASES
+
     figures = load("planning_cost")
     cases = figures["cases"]
     rows = [
@@ -309,6 +313,9 @@ def planning_cost() -> str:
             "planner "
             "show.",
             table(heading, rows),
+        ),
+        end=note(
+            (name, CASES[name].with_planner.get("planner", ""), row) for name, row in cases.items()
         ),
     )
 
@@ -403,6 +410,7 @@ def adaptive() -> str:
             f"{'; '.join(figures['compared'])}.",
             table(heading, rows),
         ),
+        end=note(of_cells(figures["cells"], 0)),
     )
 
 
@@ -443,7 +451,8 @@ def training() -> str:
             of_rows(places_rows(points)),
         ),
         *_training_tables(points),
-        end="![Parts of a step](results/training_steps.png)\n\n"
+        end=f"{note(of_cells(points, 2))}\n\n"
+        "![Parts of a step](results/training_steps.png)\n\n"
         "![Score over the seconds of training](results/training_accuracy.png)\n\n"
         "![Score over bytes and over time, of every method](results/training_choice.png)\n\n"
         + missed({"missed": targets_missed(points)}),
@@ -472,7 +481,7 @@ def elsewhere() -> str:
         f"{command('training', figures)}, with `--out benchmarks/results/training_elsewhere.json` and "
         f"the grid points of these tables as `--only`, {place}.",
         *_training_tables(shown, " (another machine)"),
-        end=missed({"missed": targets_missed(points)}),
+        end=f"{note(of_cells(shown, 2))}\n\n" + missed({"missed": targets_missed(points)}),
     )
 
 
@@ -845,12 +854,15 @@ PARTS: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,
+    "multi_level": multi_level,
     "wire": wire,
     "planner": planner,
     "allocation": allocation,
     "sensitivity": sensitivity,
     "aggregate_error": aggregate_error,
+    "gravac_search": gravac_search,
     "bucket_costs": bucket_costs,
+    "bucket_times": bucket_times,
     "planning_cost": planning_cost,
     "bandwidth_trace": bandwidth,
     "adaptive": adaptive,

@@ -3,8 +3,9 @@
     mpirun -np 4 python -m benchmarks.workers.turns_rank --preset lstm-sotu --blocks 2 --steps 6 \\
         --result FILE "stock fp16" "qsgd:bits=4 two_shot" auto
 
-A method is ``stock`` with Horovod's ``fp16`` or ``none``, or a compressor, with a scheme or without.
-All of them live to the end, and train on where their last turn ended.
+A method is ``stock`` with Horovod's ``fp16`` or ``none``, or a compressor, with a scheme or without,
+and with a planner after the scheme or without. All of them live to the end, and train on where their
+last turn ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,14 +44,29 @@ def received_bytes() -> int:
     )
 
 
-def build(method: str, rule: torch.optim.Optimizer, model: nn.Module) -> Any:
-    """The optimizer of a method."""
+def plans(method: str) -> bool:
+    """Whether something plans in a method, and changes what its first steps do.
+
+    Example:
+        >>> [plans(method) for method in ("auto", "qsgd auto", "qsgd auto lgreco:period=20")]
+        [True, False, True]
+    """
+    compression, *others = method.split()
+    return compression == "auto" or len(others) > 1
+
+
+def build(
+    method: str, rule: torch.optim.Optimizer, model: nn.Module, bucket_cap_mb: float | None
+) -> Any:
+    """The optimizer of a method; without a size its buckets are as large as by default."""
     named = list(model.named_parameters())
-    compression, _, scheme = method.partition(" ")
+    compression, *others = method.split()
     if compression == "stock":
-        chosen = getattr(hvd.Compression, scheme)
+        chosen = getattr(hvd.Compression, *others)
         return hvd.DistributedOptimizer(rule, named_parameters=named, compression=chosen)
-    own = {"scheme": scheme} if scheme else {}
+    own: dict[str, Any] = dict(zip(("scheme", "planner"), others, strict=False))
+    if bucket_cap_mb is not None:
+        own["bucket_cap_mb"] = bucket_cap_mb
     return hva.DistributedOptimizer(rule, named_parameters=named, compression=compression, **own)
 
 
@@ -61,12 +78,21 @@ class Contestant:
         preset: what it trains.
         batches: the same for all methods, again and again.
         settle: steps before its first turn.
+        bucket_cap_mb: as of :func:`build`.
     """
 
-    def __init__(self, method: str, preset: Preset, batches: Sequence[Batch], settle: int) -> None:
+    def __init__(
+        self,
+        method: str,
+        preset: Preset,
+        batches: Sequence[Batch],
+        settle: int,
+        bucket_cap_mb: float | None,
+    ) -> None:
         self._preset, self._settle = preset, settle
         self._model = copy.deepcopy(preset.model)
-        self._optimizer = build(method, loop.make_update_rule(preset.options, self._model), self._model)
+        rule = loop.make_update_rule(preset.options, self._model)
+        self._optimizer = build(method, rule, self._model, bucket_cap_mb)
         self._batches: Iterator[Batch] = itertools.cycle(batches)
 
     def turn(self, steps: int) -> dict[str, Any]:
@@ -98,18 +124,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=2, help="turns of each method (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="counted in each (%(default)s)")
     parser.add_argument(
-        "--plans-after", type=int, default=60, help="steps before the first turn of auto (%(default)s)"
+        "--plans-after", type=int, default=60,
+        help="steps before the first turn of a method that plans (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--training",
+        default="",
+        metavar="WORDS",
+        help="further options of launch/train.py, in one word",
     )
+    parser.add_argument("--bucket-cap-mb", type=float, help="of this package's optimizers")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("methods", nargs="+")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hva.init(hierarchical=True)
-    preset = prepare(["--preset", options.preset])
-    batches = list(itertools.islice(preset.forever(), SETTLE + options.steps))
+    preset = prepare(["--preset", options.preset, *shlex.split(options.training)])
+    settle = {each: options.plans_after if plans(each) else SETTLE for each in options.methods}
+    # a planner must not see a few batches that have been learned by heart
+    batches = list(itertools.islice(preset.forever(), max(settle.values()) + options.steps))
     contestants = {
-        method: Contestant(method, preset, batches, options.plans_after if method == "auto" else SETTLE)
-        for method in options.methods
+        method: Contestant(method, preset, batches, steps, options.bucket_cap_mb)
+        for method, steps in settle.items()
     }
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in contestants}
     for number in range(options.blocks):

@@ -106,7 +106,8 @@ class LayerSamples:
         samples: how many gradients have been measured, or added up in ``total``.
         sized: how many have been measured for their bytes.
         total: sum of the gradients, where they are accumulated; then no errors are in ``sums``.
-        period: sum of all gradients since the last plan, where the planner asks for its norm.
+        period: sum of all gradients since the last plan, where the planner asks for its norm and
+            ``total`` is not that sum.
         period_steps: how many these are.
         at_factors: compression factors, and the index of the candidate at each.
         ranks_per_node: how many ranks share a node.
@@ -268,12 +269,15 @@ class LayerSamples:
         self.period = grad.clone() if self.period is None else self.period.add_(grad)
         self.period_steps += 1
 
-    def take_period(self) -> Float64s:
+    def take_period(self, shared: bool = False) -> Float64s:
         """A sketch of the mean gradient of the period, and how many it is of; zeros if there is none.
 
         Means over ranks of sketches are the sketches of the means.
+
+        Args:
+            shared: whether ``total`` is the sum of the period; then call it before :meth:`take`.
         """
-        steps, total = self.period_steps, self.period
+        steps, total = (self.samples, self.total) if shared else (self.period_steps, self.period)
         self.period, self.period_steps = None, 0
         if total is None:
             return np.zeros(self.sketch_size + 1)
@@ -447,8 +451,22 @@ class Sampler:
 
     @property
     def _sums_periods(self) -> bool:
-        """Whether all gradients of a period are added up."""
+        """Whether the norm of the sum of a period's gradients is wanted."""
         return Measurement.PERIOD_ENERGY in self._needs
+
+    @property
+    def _shares_sum(self) -> bool:
+        """Whether that is the sum by which errors are measured, too, which is kept once.
+
+        Not where errors are of what is compressed: its sum is another, because what feedback adds
+        counts again in every step.
+        """
+        return (
+            self._sums_periods
+            and self._recipe.accumulate
+            and Measurement.ERRORS in self._needs
+            and not self._measures_what_is_sent
+        )
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -489,7 +507,7 @@ class Sampler:
             return
         if self.samples(step):
             self._measure(row, grad, x, step)
-        if self._sums_periods:
+        if self._sums_periods and not self._shares_sum:
             row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
             self._measure_gains(row, energy, x, sent)
@@ -565,10 +583,10 @@ class Sampler:
         After that :meth:`LayerSamples.take_period` of all, if the planner asks for it.
         """
         rows = self.rows.values()
-        found = [np.zeros(0), *(row.take(self._states, self._moment_of(row)) for row in rows)]
-        if self._sums_periods:
-            found += [row.take_period() for row in rows]
-        return np.concatenate(found)
+        # first of all: what errors are measured of is gone after that
+        periods = [row.take_period(self._shares_sum) for row in rows] if self._sums_periods else []
+        found = [row.take(self._states, self._moment_of(row)) for row in rows]
+        return np.concatenate([np.zeros(0), *found, *periods])
 
     def period(self, measured: Float64s) -> tuple[Float64s, int]:
         """Squared norms of the layers' mean gradients of the period, and of how many steps.
@@ -691,6 +709,8 @@ class Sampler:
         for name, row in self.rows.items():
             sums, row.samples, row.sized, total, period, row.period_steps = measured[name]
             row.sums, row.total, row.period = np.array(sums), _copy(total), _copy(period)
+            if self._shares_sum:  # before, the same sum was kept twice
+                row.period, row.period_steps = None, 0
 
     def restore_factors(self, factors: tuple[float, ...], since: int) -> None:
         """Measure gains at these factors, as since that step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +42,7 @@ class VirtualRanks:
 
     Every rank has residuals and random numbers of its own, and all planners work; the model is there
     once. Results are those of real ranks to the bit (see :mod:`hvd_adaptive.comm.local_group`). What
-    planners learn of times is of this process, not of a network.
+    planners learn of times is of this process, not of a network; of a step's seconds, by ``clock``.
 
     Memory: what feedback keeps, for each rank, and one gradient for each rank in a step.
 
@@ -64,6 +65,7 @@ class VirtualRanks:
         link: what the network is assumed to cost; None is an Ethernet of 1 Gbit/s.
         compute_seconds: that forward and backward pass are assumed to take.
         optimizer_state: the optimizer's state of each parameter, whose second moments count.
+        clock: seconds by which planners time steps: of this process, or of a network that is assumed.
 
     Raises:
         ValueError: an argument is out of range, or a name is unknown.
@@ -97,10 +99,10 @@ class VirtualRanks:
         link: LinkCosts | None = None,
         compute_seconds: float = 0.1,
         optimizer_state: Callable[[], Mapping[Any, Any]] = dict,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
         self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link)
-        self._gradients: Sequence[Mapping[str, Tensor | None]] = ()
         auto = expand(compression, planner, candidates, scheme, DEFAULT_SCHEME, param_groups())
         choice = replace(
             CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme), start=auto.start
@@ -116,7 +118,7 @@ class VirtualRanks:
         def build(rank: LocalRank) -> _Member:
             # a rank's gradients need parameters of their own, which share the model's memory
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
-            exchange = Exchange(rank.transport(op), Meter(), "local", seed, rank.rank)
+            exchange = Exchange(rank.transport(op), Meter(clock=clock), "local", seed, rank.rank)
             control = rank.control("local.control")
             costs = KnownCosts(exchange.transport, control, "local.costs")
             controller: Controller = NullController()

@@ -135,6 +135,9 @@ class AccordionLGreCo(CriticalRegimes, MinCostKnapsack, Pricing, ErrorMetric, Re
 
     Options: those of :class:`CriticalRegimes`, :class:`MinCostKnapsack`, :class:`Pricing`,
     :class:`ErrorMetric` and :class:`Recipe`. Source: L-GreCo, section 5.3.
+
+    Memory: one float32 per element, for the sum of the gradients since the last plan, which serves both
+    Accordion's norm and L-GreCo's errors; two with ``residual=true``, whose errors are of another sum.
     """
 
     accumulate: bool = True

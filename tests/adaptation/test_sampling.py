@@ -135,6 +135,55 @@ def test_the_norm_of_a_period_is_that_of_the_mean_gradient_of_all_ranks() -> Non
     assert (again.tolist(), none) == ([0.0, 0.0], 0)
 
 
+def kept_elements(sampler: Sampler) -> int:
+    """Of all sums of gradients, as checkpoints hold them."""
+    found = [part for row in sampler.measured().values() for part in row]
+    return sum(part.numel() for part in found if isinstance(part, torch.Tensor))
+
+
+def feed(sampler: Sampler, steps: range) -> None:
+    """Gradients, and what is compressed of each: with a residual, which is something else."""
+    for step in steps:
+        for layer in LAYERS:
+            grad = 0.1 + gradient(layer, step)
+            sampler.observe(layer, grad, grad + gradient(layer, step + 100), step)
+
+
+@pytest.mark.parametrize(("options", "sums"), [("", 1), (":residual=true", 2)])
+def test_one_sum_of_gradients_serves_accordion_and_lgreco_to_the_bit(options: str, sums: int) -> None:
+    """It decides by the same numbers as two; with residuals, the sums are of different tensors."""
+    own = parse("topk:density=0.05")
+    both, norms, errors = (
+        sampler_of(recipe, own)
+        for recipe in (f"accordion+lgreco{options}", "accordion", f"lgreco{options}")
+    )
+    numel = sum(layer.numel for layer in LAYERS)
+    for steps in (range(5), range(5, 12)):
+        for sampler in (both, norms, errors):
+            feed(sampler, steps)
+        assert [kept_elements(each) for each in (both, norms, errors)] == [sums * numel, numel, numel]
+        found, rows = both.take(), both.rows.values()
+        start = sum(len(row.sums) for row in rows)
+        np.testing.assert_array_equal(found[:start], errors.take())
+        np.testing.assert_array_equal(found[start:], norms.take()[start:])
+        energies, count = both.period(found)
+        assert (count, kept_elements(both)) == (len(steps), 0)
+        assert (energies > 0).all()
+
+
+def test_a_checkpoint_with_the_sum_in_two_places_continues_with_one() -> None:
+    before, after = (sampler_of("accordion+lgreco", parse("topk:density=0.05")) for _ in range(2))
+    feed(before, range(4))
+    state = before.measured()
+    for row in state.values():  # as it was written when each of the two kept its own
+        row[4], row[5] = row[3].clone(), row[1]
+    after.restore(state)
+    assert kept_elements(after) == kept_elements(before)
+    for sampler in (before, after):
+        feed(sampler, range(4, 6))
+    np.testing.assert_array_equal(after.take(), before.take())
+
+
 # --- ranges ---------------------------------------------------------------------------------------
 
 

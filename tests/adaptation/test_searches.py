@@ -13,7 +13,6 @@ from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Decision, PlanningInput, StepMeasurements
 from hvd_adaptive.planning import parse as parse_recipe
 from hvd_adaptive.planning.budgets.throughput import ThroughputBudget
-from hvd_adaptive.telemetry import Meter
 
 FACTORS = (10.0, 20.0, 40.0, 160.0, 1000.0)
 
@@ -21,18 +20,19 @@ FACTORS = (10.0, 20.0, 40.0, 160.0, 1000.0)
 class Training:
     """A small network that learns what another one does; seconds are computing and 3 MB/s."""
 
-    def __init__(
-        self, planner: str, seed: int, monkeypatch: pytest.MonkeyPatch, ranks: int = 2
-    ) -> None:
+    def __init__(self, planner: str, seed: int, ranks: int = 2) -> None:
         self.seconds, self.ranks = 0.0, ranks
-        monkeypatch.setattr(Meter, "now", lambda meter: self.seconds)
         torch.manual_seed(seed)
         self.teacher, self.model = (
             torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.ReLU(), torch.nn.Linear(96, 10))
             for _ in range(2)
         )
         self.virtual = VirtualRanks(
-            ranks, self.model.named_parameters(), "topk:density=0.01", planner=planner
+            ranks,
+            self.model.named_parameters(),
+            "topk:density=0.01",
+            planner=planner,
+            clock=lambda: self.seconds,
         )
         self.rule = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.factors: list[float] = []
@@ -60,9 +60,9 @@ class Training:
 
 @pytest.mark.parametrize(("epsilon", "seed"), [(0.7, 0), (0.9, 1), (0.7, 2), (0.9, 2)])
 def test_gravac_ends_at_the_factor_of_highest_throughput_whose_gain_suffices(
-    epsilon: float, seed: int, monkeypatch: pytest.MonkeyPatch
+    epsilon: float, seed: int
 ) -> None:
-    training = Training(f"gravac:epsilon={epsilon},window=10", seed, monkeypatch)
+    training = Training(f"gravac:epsilon={epsilon},window=10", seed)
     tried: list[float] = []
     for _ in range(150):
         training.step()

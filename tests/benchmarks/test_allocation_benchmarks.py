@@ -19,8 +19,10 @@ from benchmarks.report import report
 QUICK = {
     "accuracy.aggregate_error": ("both: times less", "MLP, 8 ranks, two shots"),
     "accuracy.allocation": ("times fewer bytes", "MLP, powersgd:rank=4"),
+    "accuracy.gravac_search": ("next best that suffices", "20x, 40x, 160x, 1000x"),
     "accuracy.sensitivity": ("all together", "loss at the last level"),
     "micro.bucket_costs": ("intercept", "r2 of single steps"),
+    "micro.multi_level": ("one summary", "VGG16  `redsync`"),
     "micro.planning_cost": ("other steps", "MLP, topk"),
 }
 

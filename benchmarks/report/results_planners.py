@@ -1,0 +1,87 @@
+"""The sections of RESULTS.md on what the planners' papers say of searches, times and levels."""
+
+from __future__ import annotations
+
+from benchmarks.report.results_markdown import load, missed, of_rows, section, source, span
+
+
+def gravac_search() -> str:
+    """Where GraVAC's search ends."""
+    from benchmarks.accuracy.gravac_search import (
+        CASES,
+        COMPUTE_SECONDS,
+        MBIT,
+        RANKS,
+        WINDOW,
+        faults,
+        recipe_of,
+        rows,
+    )
+
+    figures = load("gravac_search")
+    cases = figures["cases"]
+    sound = sum(not faults(case, recipe_of(CASES[title][1])) for title, case in cases.items())
+    kept = [case["kept"] for case in cases.values() if case["kept"] is not None]
+    ends = f", at {span(kept, 'g')}x" if kept else ""
+    return section(
+        "GraVAC's search",
+        f"Presets trained with the gradients of {RANKS} virtual ranks, window {WINDOW}, epsilon as in "
+        f"a run's name. Gains are real; a step's seconds are assumed: {COMPUTE_SECONDS:g} s "
+        f"and the plan's bytes at {MBIT} Mbit/s. {source('gravac_search', figures)}",
+        (
+            "Factors tried and kept",
+            "Does the search visit its factors, leave dense steps behind, and keep the factor with the "
+            "best compression throughput of those whose gain suffices?",
+            f"In {sound} of {len(cases)} runs{ends} ({len(CASES)} are planned).",
+            of_rows(rows(cases)),
+        ),
+        end=missed(figures),
+    )
+
+
+def bucket_times() -> str:
+    """Steps of lgreco-time and of lgreco."""
+    from benchmarks.network.bucket_times import CASES, rows, share
+
+    figures = load("bucket_times")
+    cases = figures["cases"]
+    each = "; ".join(f"{share(methods):.2f} ({title})" for title, methods in cases.items())
+    return section(
+        "L-GreCo by time",
+        "Models whose backward pass hides the first buckets, on hosts with slow links, one rank each, "
+        "all on 2 cores; one level for all layers, `lgreco`, and `lgreco-time` after its trials, in "
+        f"turn in one job; the slowest rank's median step. {source('bucket_times', figures)}",
+        (
+            "lgreco-time and lgreco",
+            "Is a step faster where plans spare the buckets that training waits for?",
+            f"A step of `lgreco-time` takes so much of one of `lgreco`: {each}. "
+            f"{len(CASES)} cases are planned.",
+            of_rows(rows(cases)),
+        ),
+        end=missed(figures),
+    )
+
+
+def multi_level() -> str:
+    """GraVAC's table 3."""
+    from benchmarks.micro.multi_level import TARGET, rows, speedups
+
+    figures = load("multi_level")
+    found = [speedups(row) for methods in figures["models"].values() for row in methods.values()]
+    further, summary = zip(*found, strict=True)
+    enough = sum(max(both) >= TARGET for both in found)
+    return section(
+        "GraVAC's table 3",
+        "Layers of the shapes of the paper's models, on one thread; the paper's times are of GPUs. To "
+        f"factor 10, and to factor 1,000. {source('multi_level', figures)}",
+        (
+            "Direct and multi-level compression",
+            "How much faster is it to compress a payload further than to compress the gradient again, "
+            "or to learn both gains from one summary and compress once, as training does by default?",
+            f"Multi-level {span(further, '.2f')} times as fast, one summary {span(summary, '.2f')} "
+            f"times; the faster of the two reaches the paper's least speedup of {TARGET:g} in {enough} "
+            f"of {len(found)} rows.",
+            of_rows(rows(figures["models"])),
+        ),
+        end=missed(figures),
+    )

@@ -1,0 +1,228 @@
+"""The benchmarks of what the planners' papers claim: what they make of numbers, and what pages say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.accuracy import gravac_search
+from benchmarks.harness import lab
+from benchmarks.micro import multi_level
+from benchmarks.network import bucket_times
+from benchmarks.report import old_defaults, report, results_planners, results_sections
+from hvd_adaptive.planning import StepMeasurements
+
+MACHINE = {"date": "2030-01-01", "cpu": "X", "cores": 2, "torch": "2"}
+
+
+# ------------------------------------------------------------------------------------ GraVAC's search
+
+
+def search(kept: float | None = 160.0, **others: Any) -> dict[str, Any]:
+    """A sound one, but for what is given."""
+    return {
+        "steps": 1000,
+        "sent": [[0, 1.0], [8, 20.0], [700, 160.0]],
+        "candidates": [[0, 20.0], [200, 40.0], [400, 160.0], [600, 1000.0]],
+        "kept": kept,
+        "gain": {"10": 1.0, "20": 1.0, "40": 0.95, "160": 0.8, "1000": 0.5},
+        "throughput": {"1": 1.0, "20": 5.0, "40": 6.0, "160": 8.0, "1000": 9.0},
+        **others,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "epsilon", "fault"),
+    [
+        (search(), 0.7, None),
+        (search(None, sent=[[0, 1.0]]), 0.7, "no factor was kept in 1000 steps"),
+        (search(1000.0, sent=[[0, 1000.0]]), 0.7, "kept 1000x, whose gain does not suffice"),
+        (search(), 0.9, "kept 160x, whose gain does not suffice"),
+        (search(40.0, sent=[[0, 40.0]]), 0.7, "kept 40x, but 160x has a higher throughput"),
+        (search(sent=[[0, 1.0], [200, 160.0]]), 0.7, "sent 200 dense steps one after the other"),
+        (search(sent=[[0, 160.0], [999, 1.0]]), 0.7, "kept 160x, but sends at 1x"),
+        (search(candidates=[[0, 20.0], [200, 160.0]]), 0.7, "tried [20.0, 160.0], not [20.0, 40.0,"),
+        (search(candidates=[[0, 20.0], [200, 40.0]]), 0.7, "tried [20.0, 40.0], not [20.0, 40.0,"),
+        (
+            search(20.0, candidates=[[0, 20.0], [200, 40.0]], sent=[[0, 40.0], [9, 20.0]])
+            | {"throughput": {"20": 5.0, "40": 5.04}},
+            0.7,
+            None,  # within omega: saturated, and the smaller one is kept
+        ),
+    ],
+)
+def test_what_must_hold_of_a_search_is_checked(
+    case: dict[str, Any], epsilon: float, fault: str | None
+) -> None:
+    found = gravac_search.faults(case, gravac_search.recipe_of(epsilon))
+    assert (found == []) if fault is None else any(each.startswith(fault) for each in found), found
+
+
+def test_a_search_is_recorded_until_its_factor_is_kept_and_again_where_it_starts_again() -> None:
+    seen = gravac_search.Search()
+    figures = {"theta": 20.0, "ideal": 0.0, "gain_20x": 0.8, "throughput_20x": 3.0}
+    kept = {**figures, "ideal": 20.0}
+    for step, each in enumerate([figures, {**figures, "theta": 40.0}, kept, kept, kept]):
+        seen.add(StepMeasurements(step, factor=1.0 if step < 2 else 20.0), each)
+    assert (seen.held, seen.figures()["kept"]) == (2, 20.0)
+    assert seen.figures()["sent"] == [[0, 1.0], [2, 20.0]]
+    assert seen.figures()["candidates"] == [[0, 20.0], [1, 40.0]]
+    assert (seen.figures()["gain"], seen.figures()["throughput"]) == ({"20": 0.8}, {"20": 3.0})
+    seen.add(StepMeasurements(5, factor=20.0), figures)
+    assert (seen.held, seen.figures()["kept"], seen.figures()["gain"]) == (0, None, {})
+
+
+# ------------------------------------------------------------------------------------- times of buckets
+
+
+def turns(uniform: float, lgreco: float, by_time: float, reason: str) -> dict[str, Any]:
+    times = {"uniform": uniform, "lgreco": lgreco, "lgreco-time": by_time}
+    return {
+        name: {"blocks": [each / 1e3] * 3, "received": 1e6 * each, "reasons": [reason]}
+        for name, each in times.items()
+    }
+
+
+LEARNED = "times of buckets explain 0.9: seconds per MB 1±0.1, 2±0.1"
+
+
+def test_lgreco_time_must_not_be_slower_anywhere_and_faster_somewhere() -> None:
+    first, *others = bucket_times.CASES
+    good = {first: turns(110, 100, 90, LEARNED)} | dict.fromkeys(others, turns(110, 100, 101, LEARNED))
+    assert bucket_times.missed(good) == []
+    assert bucket_times.rows(good)[1:4] == [
+        [first, "uniform", "110 ms", "1.10", "110.00 MB", "1.10", ""],
+        [first, "lgreco", "100 ms", "1.00", "100.00 MB", "1.00", ""],
+        [first, "lgreco-time", "90 ms", "0.90", "90.00 MB", "0.90", LEARNED],
+    ]
+    slower, unlearned, nowhere, left = bucket_times.missed({first: turns(110, 100, 110, "bytes count")})
+    assert slower == f"{first}: lgreco-time takes 1.10 of lgreco's step"
+    assert unlearned == f"{first}: lgreco-time has learned no times of buckets"
+    assert nowhere == "lgreco-time is faster than lgreco in no case"
+    assert left == f"{len(others)} of {len(bucket_times.CASES)} cases were not measured"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_planners_take_turns_on_two_hosts_after_their_plans_are_made() -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    if reason := lab.why_not():
+        pytest.skip(reason)
+    before = {path.name: path.read_bytes() for path in report.RESULTS.glob("bucket_times.json")}
+    done = subprocess.run(
+        [*lab.module("network.bucket_times"), "--quick"],
+        cwd=lab.ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f" {name} " in done.stdout for name in bucket_times.methods_of(1, 1, 6))
+    (last,) = {line.strip() for line in done.stdout.splitlines() if " lgreco-time " in line}
+    assert "trial" not in last, "the trials were not over"
+    assert before == {path.name: path.read_bytes() for path in report.RESULTS.glob("bucket_times.json")}
+
+
+# -------------------------------------------------------------------------------------------- table 3
+
+
+def test_models_of_table_3_have_the_sizes_of_the_papers_ones() -> None:
+    """Published numbers of parameters; the paper's table 1 has megabytes: 170, 528 and 252."""
+    sizes = {name: sum(layers()) for name, layers in multi_level.MODELS.items()}
+    assert (sizes["ResNet101"], sizes["VGG16"]) == (44_549_160, 138_357_544)
+    assert sizes["LSTM"] * 4 / 2**20 == pytest.approx(252, rel=0.01)
+
+
+def levels(direct: float, further: float, summary: float) -> dict[str, Any]:
+    row = {"direct": direct, "multi-level": further, "summary": summary}
+    return {model: dict.fromkeys(methods, row) for model, methods in multi_level.PAPER.items()}
+
+
+def test_table_3_stands_beside_what_was_measured() -> None:
+    assert multi_level.missed({"models": levels(100, 50, 200)}) == []
+    assert multi_level.rows(levels(100, 50, 200))[1] == [
+        "ResNet101", "`topk`", "100 ms", "50 ms", "2.00", "200 ms", "0.50", "606 ms", "332 ms", "1.83",
+    ]  # fmt: skip
+    problems = multi_level.missed({"models": levels(100, 95, 100)})
+    assert len(problems) == 12
+    assert problems[0] == "ResNet101, topk: the faster way is 1.05 x as fast, target 1.1"
+    assert multi_level.papers_span("redsync") == pytest.approx((1.1, 1.5), abs=0.02)
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+@pytest.mark.parametrize(
+    ("section", "figures", "answers"),
+    [
+        (
+            results_planners.gravac_search,
+            {"cases": {"mlp 0.7 seed 1": search(), "mlp 0.9 seed 1": search()}},
+            "In 1 of 2 runs, at 160x (12 are planned).",
+        ),
+        (
+            results_planners.bucket_times,
+            {"cases": {"lstm 4 x 200mbit": turns(110, 100, 90, LEARNED)}},
+            "A step of `lgreco-time` takes so much of one of `lgreco`: 0.90 (lstm 4 x 200mbit).",
+        ),
+        (
+            results_planners.multi_level,
+            {"models": levels(100, 50, 200)},
+            "reaches the paper's least speedup of 1.1 in 12 of 12 rows.",
+        ),
+    ],
+)
+def test_their_sections_answer_from_their_figures(
+    section: Callable[[], str],
+    figures: dict[str, Any],
+    answers: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored = {"machine": MACHINE, "missed": ["something"], **figures}
+    monkeypatch.setattr(results_planners, "load", lambda name: stored)
+    text = section()
+    assert answers in text
+    assert text.endswith("Targets missed in this run: something.")
+    assert section in results_sections.PARTS.values()
+
+
+# ------------------------------------------------------------------------------------ changed defaults
+
+
+def test_rows_of_old_defaults_are_named_until_they_are_measured_again() -> None:
+    old: dict[str, Any] = {"setting": ["--planner", "lgreco-time:period=50", "--steps", "9"]}
+    new = {**old, "date": "2026-11-26"}
+    cells = {"steps/lstm/lgreco-time/1gbit": old, "steps/lstm/topk/1gbit": {"setting": ["--steps"]}}
+    said = old_defaults.note(old_defaults.of_cells(cells, 2))
+    assert said.startswith("Measured before defaults changed on 2026-11-25: `lgreco-time` (since then")
+    assert "norms" in said
+    assert "trial" in said
+    assert "topk" not in said
+    again = {**cells, "steps/lstm/lgreco-time/1gbit": new}
+    assert old_defaults.note(old_defaults.of_cells(again, 2)) == ""
+    assert old_defaults.note([("x", "gravac:gain=raw", {}), ("y", "kimad:seconds=1", {})]) == ""
+
+
+@pytest.mark.parametrize("name", ["adaptive", "training", "planning_cost"])
+def test_pages_say_so_of_every_stored_row(name: str) -> None:
+    figures = results_sections.load(name)
+    text = results_sections.PARTS[name]()
+    said = [each for each in text.split("\n\n") if each.startswith("Measured before defaults changed")]
+    if name == "planning_cost":
+        old = [key for key, each in figures["cases"].items() if "date" not in each]
+    else:
+        planned = old_defaults.of_cells(figures["cells"], 0 if name == "adaptive" else 2)
+        touched = {planner for change in old_defaults.CHANGES for planner in change.planners}
+        old = [
+            row
+            for row, planner, each in planned
+            if planner.partition(":")[0] in touched and "date" not in each
+        ]
+    assert all(f"`{row}`" in "".join(said) for row in old)
+    assert bool(old) == bool(said)
