@@ -89,7 +89,7 @@ require_own_environment() {
 # Changes whenever the environment has to be looked at again.
 environment_key() {
     {
-        cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
+        cat "$root"/launch/{setup.sh,lib/common.sh,slurm/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
         say "$root" "$torch_requirement"
         python_versions
         other_clone
@@ -326,7 +326,7 @@ check_ranks() {
     cd /
     # The two may have to share one core.
     OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PATH=$env_dir/bin:$PATH \
-        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/lib/check.py" 9>&- | tee "$1"
+        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/slurm/check.py" 9>&- | tee "$1"
 }
 
 show_result() {
