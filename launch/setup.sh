@@ -268,7 +268,7 @@ ensure_horovod() {
     if horovod_there "$folder" >>"$log" 2>&1; then return; fi
     if ! compgen -G "$folder/*.whl" >/dev/null; then
         step "Build Horovod $horovod_version (minutes; kept for next time)" \
-            "Usual causes: a compiler without C++17, too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI." \
+            "Usual causes: a compiler without C++17 (C++20 from torch 2.14 on), too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI." \
             build_horovod "$folder"
     fi
     local -a wheels=("$folder"/*.whl)
