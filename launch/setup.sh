@@ -15,7 +15,8 @@
 # Environment:
 #     PYTHON       the interpreter that .venv is made with (default: python3)
 #     HVA_TORCH    what pip installs as torch into .venv, options included (default: torch==2.13.0)
-#     HVA_EXTRAS   further extras of setup.cfg: gpu brings Triton, whose kernels the tests interpret (300 MB)
+#     HVA_EXTRAS   further extras of setup.cfg, with commas: gpu brings Triton, whose kernels the tests interpret
+#                  (300 MB), trainers Lightning, Accelerate and Transformers (220 MB), trackers W&B and MLflow (170 MB)
 #     HVA_CACHE    where the built Horovod wheels are kept (default: ~/.cache/hvd_adaptive/wheels; without HOME:
 #                  build/wheels in this repository)
 #     HVA_DATA     the folder for the data sets (default: data/ in this repository)
