@@ -42,7 +42,7 @@ _PLACES = {
     "merge_compression_states": "hvd_adaptive.checkpoint",
 }
 """Where each public name is."""
-_PACKAGES = ("checkpoint", "compressors", "telemetry")
+_PACKAGES = ("checkpoint", "compressors", "resume", "telemetry")
 """Reached as attributes without an import of their own."""
 
 

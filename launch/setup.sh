@@ -15,7 +15,8 @@
 # Environment:
 #     PYTHON       the interpreter that .venv is made with (default: python3)
 #     HVA_TORCH    what pip installs as torch into .venv, options included (default: torch==2.13.0)
-#     HVA_EXTRAS   further extras of setup.cfg: gpu brings Triton, whose kernels the tests interpret (300 MB)
+#     HVA_EXTRAS   further extras of setup.cfg, with commas: gpu brings Triton, whose kernels the tests interpret
+#                  (300 MB), trainers Lightning, Accelerate and Transformers (220 MB), trackers W&B and MLflow (170 MB)
 #     HVA_CACHE    where the built Horovod wheels are kept (default: ~/.cache/hvd_adaptive/wheels; without HOME:
 #                  build/wheels in this repository)
 #     HVA_DATA     the folder for the data sets (default: data/ in this repository)
@@ -89,7 +90,7 @@ require_own_environment() {
 # Changes whenever the environment has to be looked at again.
 environment_key() {
     {
-        cat "$root"/launch/{setup.sh,lib/common.sh,lib/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
+        cat "$root"/launch/{setup.sh,lib/common.sh,slurm/check.py} "$root"/{setup.cfg,pyproject.toml} "$horovod_builder"
         say "$root" "$torch_requirement"
         python_versions
         other_clone
@@ -268,7 +269,7 @@ ensure_horovod() {
     if horovod_there "$folder" >>"$log" 2>&1; then return; fi
     if ! compgen -G "$folder/*.whl" >/dev/null; then
         step "Build Horovod $horovod_version (minutes; kept for next time)" \
-            "Usual causes: a compiler without C++17, too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI." \
+            "Usual causes: a compiler without C++17 (C++20 from torch 2.14 on), too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI." \
             build_horovod "$folder"
     fi
     local -a wheels=("$folder"/*.whl)
@@ -326,7 +327,7 @@ check_ranks() {
     cd /
     # The two may have to share one core.
     OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PATH=$env_dir/bin:$PATH \
-        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/lib/check.py" 9>&- | tee "$1"
+        timeout 120 "$env_dir/bin/horovodrun" -np 2 "$python" "$root/launch/slurm/check.py" 9>&- | tee "$1"
 }
 
 show_result() {

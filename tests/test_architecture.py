@@ -27,6 +27,7 @@ ROOMS = (
     ("adaptation",),
     ("config",),
     ("checkpoint", "engine"),
+    ("resume",),
     ("arguments",),
     ("optimizer",),
     ("ddp_hook",),

@@ -338,11 +338,21 @@ def help_of(module: str) -> str:
 
 
 def check_sbatch(words: list[str]) -> None:
-    """A batch script of ours, and train.py's options after it."""
+    """A batch script of ours, and train.py's options after it, or those of the reader's own."""
     place = next(index for index, word in enumerate(words) if not word.startswith("-"))
-    assert (ROOT / words[place]).exists(), words[place]
+    own = words[place].startswith("slurm/")  # as "hva slurm" writes them
+    script = ROOT / ("launch" if own else ".") / words[place]
+    assert script.exists(), words[place]
     assert words[place].endswith(".sbatch")
-    train_options(words[place + 1 :])
+    if not own:
+        train_options(words[place + 1 :])
+
+
+def check_bash(words: list[str]) -> None:
+    """A batch script that shows its manual."""
+    script, *rest = words
+    assert rest == ["--help"]
+    check_sbatch([script.removeprefix("launch/")])
 
 
 def check_launcher(words: list[str]) -> None:
@@ -410,6 +420,7 @@ CHECKS = {
     "launch/train.py": train_options,
     "launch/netlab.sh": check_netlab,
     "sbatch": check_sbatch,
+    "bash": check_bash,
     "horovodrun": check_launcher,
     "mpirun": check_launcher,
     "pip": check_pip,

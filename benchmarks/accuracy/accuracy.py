@@ -82,9 +82,8 @@ def train(task: Any, setting: CompressionSetting, seed: int, epochs: float) -> d
     import torch
 
     import hvd_adaptive as hva
+    from hvd_adaptive.resume import Position, StopVote
     from launch.training import models
-    from launch.training.agreement import StopVote
-    from launch.training.checkpoint import Position
     from launch.training.loop import Batches, evaluate, learning_rate, train_step
 
     torch.manual_seed(seed)

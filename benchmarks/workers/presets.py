@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.resume import Position, StopVote
 from launch.training import data, loop, models
 from launch.training import options as command_line
-from launch.training.agreement import StopVote
-from launch.training.checkpoint import Position
 
 Batch = tuple[Tensor, Tensor]
 

@@ -19,10 +19,9 @@ import horovod.torch as hvd
 from torch import nn
 
 import hvd_adaptive as hva
+from hvd_adaptive.resume import EXIT_CODES, Position, StopVote
 from launch.training import main as train
 from launch.training import options as command_line
-from launch.training.agreement import EXIT_CODES, StopVote
-from launch.training.checkpoint import Position
 from launch.training.loop import train_step
 from launch.training.options import TrainingOptions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import horovod
@@ -98,6 +98,16 @@ class HorovodWorld(World):
         """An allreduce."""
         mean: Tensor = hvd.allreduce(value, op=hvd.Average, name=name, process_set=process_set)
         return mean
+
+    def begin_maximum(self, values: Tensor, name: str) -> Callable[[], Tensor]:
+        """An allreduce that Horovod's thread does."""
+        handle = hvd.allreduce_async(values, op=hvd.Max, name=name)
+
+        def finish() -> Tensor:
+            largest: Tensor = hvd.synchronize(handle)
+            return largest
+
+        return finish
 
     def transport(
         self,

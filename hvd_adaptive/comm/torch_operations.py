@@ -48,6 +48,20 @@ class Groups:
         if sent is not tensor:
             tensor.copy_(sent)
 
+    def begin_maximum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to find the largest elements; the call that is returned waits for them."""
+        largest = tensor.clone()
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        with losses_named():
+            work = self.host.allreduce([largest], options)
+
+        def finish() -> Tensor:
+            _finish(lambda: work)
+            return largest
+
+        return finish
+
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' elements, 1-D, one rank after the other.
 

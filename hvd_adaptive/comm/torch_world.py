@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
@@ -102,6 +102,11 @@ class TorchWorld(World):
         total = value.clone()
         self._groups(process_set).sum_(total)
         return total / process_set.size()
+
+    def begin_maximum(self, values: Tensor, name: str) -> Callable[[], Tensor]:
+        """By the group that agreement among all ranks is sent by, which keeps operations in order."""
+        del name
+        return self._groups(self.everyone).begin_maximum(values)
 
     def transport(
         self,

@@ -120,6 +120,13 @@ class World(ABC):
         """The mean over the ranks."""
 
     @abstractmethod
+    def begin_maximum(self, values: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start to find each element's largest value over all ranks; the call that is returned waits.
+
+        One of a name at a time.
+        """
+
+    @abstractmethod
     def transport(
         self,
         op: int,

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "doctor": "report versions, hosts and links, and what would make training fail or slow",
     "report": "write one HTML page about one or several training runs",
     "trace": "merge traces of ranks, and Horovod's timeline, into one file",
+    "slurm": "write batch scripts for Slurm that requeue and resume a script of your own",
     "install-horovod": "build Horovod against the torch that is installed",
     "precompile": "compile every kernel into Numba's cache",
 }

@@ -130,7 +130,7 @@ def build(work: Path, into: Path, sdist: Path | None = None) -> Path:
     into.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_PACKAGES)
     source = unpack(sdist or _download(work), work)
-    patch(source)
+    patch(source, cxx_standard(importlib.metadata.version("torch")))
     # what pip builds of is the folder of sources alone: nothing of this process's folder comes along
     built = work / "built"
     command = [
@@ -169,14 +169,32 @@ CUDA_CMAKE: Final = "horovod/common/ops/cuda/CMakeLists.txt"
 NVCC_FLAGS: Final = "cmake/build_utils.py"
 
 
-def patch(source: Path) -> None:
+def cxx_standard(torch: str) -> int:
+    """What torch's headers need: C++17 since 2.1, C++20 since 2.14.
+
+    Args:
+        torch: its version.
+
+    Example:
+        >>> cxx_standard("2.13.0+cpu"), cxx_standard("2.14.1+cu130")
+        (17, 20)
+    """
+    major, minor = (int(part) for part in torch.split(".")[:2])
+    return 20 if (major, minor) >= (2, 14) else 17
+
+
+def patch(source: Path, standard: int = 17) -> None:
     """Make the release compile with today's torch, compilers and CUDA, as conda-forge does.
 
     https://github.com/conda-forge/horovod-feedstock/tree/main/recipe has patches of the same names.
+
+    Args:
+        source: the folder of the sources.
+        standard: of C++.
     """
-    # 3998.patch, https://github.com/horovod/horovod/pull/3998: torch's headers need C++17 since 2.1
+    # 3998.patch, https://github.com/horovod/horovod/pull/3998, with C++17; see cxx_standard
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
-        _replace(source / name, "CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17")
+        _replace(source / name, "CMAKE_CXX_STANDARD 14", f"CMAKE_CXX_STANDARD {standard}")
     # 4313.patch, https://github.com/horovod/horovod/pull/4313: nvcc takes no headers of GCC 14 as C++11
     _replace(
         source / CUDA_CMAKE,
@@ -272,7 +290,8 @@ def _pip(
     if subprocess.run(command, cwd=cwd, env=environment, check=False).returncode != 0:
         raise BuildError(
             f"'pip {arguments[0]}' failed, as it says above. Usual causes: no network, a compiler "
-            "without C++17, too little memory (try MAKEFLAGS=-j1), an mpicc of another MPI"
+            "without the C++ that torch needs (17, since 2.14 20), too little memory (try "
+            "MAKEFLAGS=-j1), an mpicc of another MPI, a CUDA toolkit without its runtime"
         )
 
 

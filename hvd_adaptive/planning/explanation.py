@@ -11,7 +11,11 @@ __all__ = ["explain"]
 
 
 def explain(
-    limits: TimeLimits, chosen: Contender, report: Mapping[str, float], accuracy: str
+    limits: TimeLimits,
+    chosen: Contender,
+    report: Mapping[str, float],
+    accuracy: str,
+    left: int | None = None,
 ) -> tuple[str, ...]:
     """Some lines of text.
 
@@ -20,14 +24,14 @@ def explain(
         chosen: the plan.
         report: its delay and noise, and their limits.
         accuracy: name of the preset.
+        left: steps before the end of the training run, where that is what bounds the delay.
     """
     bounds = (
-        f"limits ({accuracy}): delay {_percent(report['delay'])} of {_percent(report['max_delay'])} of "
-        f"the steps so far, noise {_percent(report['noise'])} of {_percent(report['max_noise'])} of "
-        "the gradient's own"
+        f"limits ({accuracy}): {_delay(report, left)}, noise {_percent(report['noise'])} of "
+        f"{_percent(report['max_noise'])} of the gradient's own"
     )
     if chosen.dense:
-        return (*_why_dense(limits, chosen), bounds)
+        return (*_why_dense(limits, chosen, left), bounds)
     dense = limits.dense
     first = (
         f"auto: {_shares(limits, chosen)}; a step of {_ms(chosen.seconds)} is foreseen, of which "
@@ -36,7 +40,15 @@ def explain(
     return first, bounds, _second(limits, chosen)
 
 
-def _why_dense(limits: TimeLimits, chosen: Contender) -> tuple[str, ...]:
+def _delay(report: Mapping[str, float], left: int | None) -> str:
+    """The delay and its limit, or why nothing may wait."""
+    if left is not None and not report["max_delay"]:
+        return f"no delay, because what waits could not be sent in the {left} steps that are left"
+    used = f"delay {_percent(report['delay'])} of {_percent(report['max_delay'])} of the steps so far"
+    return used if left is None else f"{used} (lowered, because {left} steps are left to send it)"
+
+
+def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple[str, ...]:
     exposed = chosen.parts.exposed / max(chosen.seconds, 1e-12)
     first = (
         f"auto: left dense ({chosen.name}): exposed communication is {_percent(exposed)} of a step of "
@@ -47,6 +59,8 @@ def _why_dense(limits: TimeLimits, chosen: Contender) -> tuple[str, ...]:
     others = [each for each in limits.contenders if not each.dense]
     if not others and limits.admit:
         return (f"{first}; compressing any layer would take longer than it saves",)
+    if not others and left is not None:
+        return (f"{first}; {left} steps before the end the limits admit no compression any more",)
     if not others:
         return (f"{first}; the limits on delay and noise admit no compression yet",)
     saved = 1 - others[0].seconds / chosen.seconds

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from .agreement import StopVote
-from .checkpoint import Position
+from hvd_adaptive.resume import Position, StopVote
+
 from .data import Batch, Images, Task, Windows
 from .options import TrainingOptions
 

@@ -18,12 +18,18 @@ from torch import nn
 
 import hvd_adaptive as hva
 from hvd_adaptive.collectives import reduces_in_nodes
+from hvd_adaptive.resume import (
+    Checkpoints,
+    Position,
+    RunError,
+    StopVote,
+    require_equal,
+    run_on_all_ranks,
+)
 from hvd_adaptive.telemetry import Meter
 
 from . import data, models, result
 from . import options as command_line
-from .agreement import EXIT_CODES, RunError, StopVote, require_equal, run_on_all_ranks
-from .checkpoint import Checkpoints, Position
 from .display import Progress, at_gigabit, gather_costs, table
 from .loop import (
     Batches,
@@ -254,7 +260,9 @@ def make_checkpoints(
     if options.checkpoint_dir is None:
         return None
     identity = options.identity() | {"data_content": task.fingerprint}
-    return Checkpoints(options.checkpoint_dir, identity, model, optimizer)
+    return Checkpoints(
+        options.checkpoint_dir, identity, model, optimizer, renamed=command_line.renamed_identity
+    )
 
 
 def find_start(
@@ -388,7 +396,7 @@ def stopped(run: TrainingRun, position: Position) -> int:
     if run.checkpoints is not None:
         saved = f"; the checkpoint is in {run.checkpoints.folder}, --resume continues from it"
     say(f"stopped by {signal.Signals(number).name} at step {position.step}{saved}")
-    return EXIT_CODES[number]
+    return run.vote.exit_code
 
 
 def finish(run: TrainingRun, end: End, score: Score) -> None:

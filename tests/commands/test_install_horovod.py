@@ -44,14 +44,15 @@ def sdist(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(("torch", "standard"), [("2.1.0", 17), ("2.13.0+cpu", 17), ("2.14.1", 20)])
 def test_sources_are_unpacked_and_patched_to_the_standard_of_torch(
-    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, standard: int
 ) -> None:
     monkeypatch.setattr(install_horovod, "SHA256", hashlib.sha256(sdist.read_bytes()).hexdigest())
     source = install_horovod.unpack(sdist, tmp_path)
-    install_horovod.patch(source)
+    install_horovod.patch(source, install_horovod.cxx_standard(torch))
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
-        patched = FILES[name].replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17")
+        patched = FILES[name].replace("CMAKE_CXX_STANDARD 14", f"CMAKE_CXX_STANDARD {standard}")
         assert (source / name).read_text() == patched != FILES[name]
 
 

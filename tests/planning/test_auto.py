@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,6 +215,25 @@ def test_what_waits_is_sent_before_a_known_end() -> None:
     assert "topk" not in world.used()
     late = World("auto:noise=1e-9", mbit=30.0).run(1000)
     assert "topk" in late.used()
+
+
+def test_near_the_end_reasons_say_that_the_end_is_why_less_may_wait() -> None:
+    """Instead of a limit of 0 % that nobody has set."""
+    world = World("auto:noise=1e-9,total_steps=1000", mbit=30.0).run(600)
+    assert not any(" left to send" in said or "the end" in said for said in words(world))
+    late = words(world.run(400))
+    lowered = r"of [\d.]+ % of the steps so far \(lowered, because \d+ steps are left to send it\)"
+    assert any(re.search(lowered, said) for said in late)
+    assert re.search(r"\d+ steps before the end the limits admit no compression any more", late[-1])
+    last = words(World("auto:total_steps=1000", mbit=30.0).run(1000))
+    nothing = r"no delay, because what waits could not be sent in the \d+ steps that are left, noise"
+    assert any(re.search(nothing, said) for said in last)
+    assert not any("of 0 % of the steps so far" in said for said in [*late, *last])
+
+
+def words(world: World) -> list[str]:
+    """The reasons of each decision."""
+    return [" ".join(decision.reasons) for decision in world.decisions]
 
 
 def test_an_end_that_is_reported_later_counts_as_well() -> None:

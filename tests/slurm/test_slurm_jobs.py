@@ -421,7 +421,7 @@ MISTAKES = {
         "there is no Horovod", "Run launch/setup.sh", {"HVA_HOME": "{repository}", **BARE}
     ),
     "wrong home": Mistake(
-        "no launch/slurm/common.sh in /nowhere", "set HVA_HOME", {"HVA_HOME": "/nowhere"}
+        "no common.sh in /nowhere/launch/slurm", "set HVA_HOME", {"HVA_HOME": "/nowhere"}
     ),
     "folder not shared": Mistake(
         "n2 lacks /dev/shm/runs/", "that all nodes mount", {"HVA_RUNS": "/dev/shm/runs"}

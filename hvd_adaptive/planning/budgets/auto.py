@@ -286,11 +286,18 @@ class AutoBudget(Budget):
 
     def _allowed_delay(self, step: int) -> float:
         """Steps of training that may wait."""
-        allowed = self._options.limits[0] * step
-        if step < self._horizon:
-            left = self._horizon - step - LAST_STEPS - release_steps(step)
-            allowed = min(allowed, DRAIN * max(0, left))
-        return self._caution * allowed
+        return self._caution * min(self._options.limits[0] * step, self._sendable(step))
+
+    def _sendable(self, step: int) -> float:
+        """Steps that may wait and still be sent before the end; infinite where that is not known."""
+        if step >= self._horizon:
+            return math.inf
+        return DRAIN * max(0, self._horizon - step - LAST_STEPS - release_steps(step))
+
+    def _steps_left(self, step: int) -> int | None:
+        """Steps before the end, where that is what bounds the delay."""
+        bounds = self._sendable(step) < self._options.limits[0] * step
+        return self._horizon - step if bounds else None
 
     def _rows(
         self, table: CandidateTable, signals: GradientSignals, costs: StepCosts, step: int
@@ -419,7 +426,8 @@ class AutoBudget(Budget):
         self._notes = []
         if not asks:
             self._report["dense_seconds"] = limits.dense.seconds
-            words += explain(limits, chosen, self._report, self._options.accuracy)
+            left = self._steps_left(facts.step)
+            words += explain(limits, chosen, self._report, self._options.accuracy, left)
         self._take(levels, limits, chosen, facts.step)
         return tuple(words)
 

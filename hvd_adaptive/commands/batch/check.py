@@ -1,4 +1,4 @@
-"""Do ranks reach each other? Run by setup.sh under the launcher; rank 0 says what it found."""
+"""Do ranks reach each other? Run by setup.sh and batch scripts under the launcher; rank 0 reports."""
 
 import importlib.metadata
 import platform

@@ -20,15 +20,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import horovod.torch as hvd
 import torch
 from torch import nn
 
-import hvd_adaptive
+from hvd_adaptive.checkpoint import merge_compression_states
+from hvd_adaptive.comm import world
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.resume.agreement import RunError, run_on_all_ranks
 from hvd_adaptive.rng import mix
-
-from .agreement import RunError, run_on_all_ranks
-from .options import renamed_identity
 
 FORMAT = 2
 KEPT = 2
@@ -40,7 +39,13 @@ _OF_RANK = re.compile(r"step-(\d+)\.rank-(\d+)\.pt")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: steps done, and the steps of the running epoch among them."""
+    """Where a run stands.
+
+    Args:
+        step: steps done.
+        epoch: epochs done; 0 where a script counts none.
+        step_in_epoch: steps done of the epoch that is under way.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -59,22 +64,39 @@ class Position:
 class Checkpoints:
     """Saves and restores one run; all ranks call each method, and all succeed or fail together.
 
+    Saved are model, optimizer, what compression has not sent yet, and torch's random state of the CPU;
+    learning-rate schedulers and the order of the data follow from the position. Costs the bytes of
+    model and optimizer on rank 0, and those of the compression state on each rank; the two newest
+    checkpoints are kept.
+
     Args:
         folder: where the files are; made if missing. Hosts need not share it.
-        identity: what a checkpoint must have in common with the run that continues it.
+        identity: what a checkpoint and the run that continues it must have in common; as JSON holds it.
         model: its parameters and buffers are saved.
         optimizer: a wrapped optimizer; its compression state is saved if it has one.
+        compression: what has the compression state, where it is not the optimizer: the hook that
+            ``hva.ddp_comm_hook`` returns.
+        renamed: makes today's identity of one that was saved, where names in it have changed.
     """
 
     def __init__(
-        self, folder: Path, identity: dict[str, Any], model: nn.Module, optimizer: Any
+        self,
+        folder: Path | str,
+        identity: dict[str, Any],
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        compression: Any = None,
+        renamed: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> None:
-        self.folder = folder
+        self.folder = Path(folder)
         self.identity = identity
         self.model = model
         self.optimizer = optimizer
-        self.rank: int = hvd.rank()
-        self.ranks: int = hvd.size()
+        self._compression = optimizer if compression is None else compression
+        self._renamed = renamed
+        self.rank: int = world.current().rank
+        self.ranks: int = world.current().size
 
     # ---------------------------------------------------------------------------------- writing
 
@@ -85,15 +107,15 @@ class Checkpoints:
             RunError: on all ranks, if any rank could not write.
         """
         digest = run_on_all_ranks("saving a checkpoint", lambda: self._save_rank(position.step))
-        digests = hvd.allgather_object(digest, name="checkpoint.digests")
+        digests = Control("checkpoint.digests").allgather(digest)
         run_on_all_ranks("saving a checkpoint", lambda: self._save_common(position, digests))
         self._remove_old()
         return self._manifest_path(position.step)
 
     def _save_rank(self, step: int) -> str:
         compression = None
-        if hasattr(self.optimizer, "compression_state_dict"):
-            compression = self.optimizer.compression_state_dict()
+        if hasattr(self._compression, "compression_state_dict"):
+            compression = self._compression.compression_state_dict()
         state = {"rng": torch.get_rng_state(), "compression": compression}
         return self._write(self._rank_path(step, self.rank), state)
 
@@ -137,8 +159,11 @@ class Checkpoints:
 
     # ---------------------------------------------------------------------------------- reading
 
-    def restore(self, required: bool) -> Position | None:
+    def restore(self, required: bool = False) -> Position | None:
         """Loads the newest complete checkpoint into model, optimizer and random state.
+
+        Args:
+            required: whether it is an error if there is none.
 
         Returns:
             Where the run continues; None if there is no checkpoint and none is required.
@@ -158,14 +183,14 @@ class Checkpoints:
         manifest = run_on_all_ranks(
             "resuming", lambda: self._read_manifest(step) if self.rank == 0 else None
         )
-        manifest = hvd.broadcast_object(manifest, root_rank=0, name="checkpoint.manifest")
+        manifest = Control("checkpoint.manifest").hand_out(manifest)
         position = Position(**manifest["position"])
         # Rank 0's file is sent by broadcast, so that only the rank files must be on every host.
         path = self._common_path(step)
         common = run_on_all_ranks(
             "resuming", lambda: self._read(path, manifest) if self.rank == 0 else None
         )
-        common = hvd.broadcast_object(common, root_rank=0, name="checkpoint.common")
+        common = Control("checkpoint.common").hand_out(common)
         if manifest["ranks"] == self.ranks:
             path = self._rank_path(step, self.rank)
             # All have read theirs before any loads: the compression state is loaded by all together.
@@ -180,7 +205,7 @@ class Checkpoints:
         merged = run_on_all_ranks(
             "resuming", lambda: self._read_merged(step, manifest) if self.rank == 0 else None
         )
-        merged = hvd.broadcast_object(merged, root_rank=0, name="checkpoint.merged")
+        merged = Control("checkpoint.merged").hand_out(merged)
         # No rank can continue with the random numbers that another one drew.
         torch.manual_seed(mix((step << 24) + self.rank) >> 1)
         own = {"rng": torch.get_rng_state(), "compression": merged}
@@ -204,9 +229,7 @@ class Checkpoints:
     def _newest(self) -> int | None:
         """Rank 0's view, on all ranks: another one's may be older, or of another disk."""
         steps = run_on_all_ranks("looking for checkpoints", self._by_progress)
-        newest: int | None = hvd.broadcast_object(
-            steps[-1] if steps else None, root_rank=0, name="checkpoint.newest"
-        )
+        newest: int | None = Control("checkpoint.newest").hand_out(steps[-1] if steps else None)
         return newest
 
     def _by_progress(self) -> list[int]:
@@ -233,7 +256,7 @@ class Checkpoints:
             self._check_content(manifest, step)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        found = renamed_identity(manifest["identity"])
+        found = self._renamed(manifest["identity"])
         mine = json.loads(json.dumps(self.identity))
         for key in sorted(mine.keys() | found.keys()):
             if found.get(key) != mine.get(key):
@@ -291,7 +314,7 @@ class Checkpoints:
         states = [self._read(path, manifest)["compression"] for path in paths]
         if states[0] is None:
             return None  # of Horovod's own optimizer
-        return hvd_adaptive.merge_compression_states(states)
+        return merge_compression_states(states)
 
     def _load(self, common: dict[str, Any], own: dict[str, Any]) -> None:
         """Puts it all in its place; all ranks must call it, with what they have read."""
@@ -299,7 +322,7 @@ class Checkpoints:
         if own["compression"] is not None:
             # No action of run_on_all_ranks: it agrees by itself, and raises on all ranks.
             try:
-                self.optimizer.load_compression_state_dict(own["compression"])
+                self._compression.load_compression_state_dict(own["compression"])
             except ValueError as error:
                 raise RunError(f"resuming: {error}") from error
         torch.set_rng_state(own["rng"])

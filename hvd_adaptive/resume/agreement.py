@@ -1,8 +1,8 @@
 """What all ranks must agree on before any of them continues: errors, and when to stop.
 
-A rank that gives up alone leaves the others waiting in their next collective. So whatever can fail on
-one rank only (its disk, its copy of the data) is tried by all and judged together, and a signal that
-reaches one rank becomes a vote.
+Ranks are Horovod's, or those of torch.distributed. A rank that gives up alone leaves the others waiting
+in their next collective. So whatever can fail on one rank only (its disk, its copy of the data) is
+tried by all and judged together, and a signal that reaches one rank becomes a vote.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
-import horovod.torch as hvd
 import torch
+from torch import Tensor
+
+from hvd_adaptive.comm import world
+from hvd_adaptive.comm.agreement import Control
 
 T = TypeVar("T")
 
-# 75 is EX_TEMPFAIL: batch systems requeue a job that ends with it.
 EXIT_CODES: dict[int, int] = {
     signal.SIGHUP: 129,
     signal.SIGINT: 130,
     signal.SIGTERM: 143,
     signal.SIGUSR1: 75,
 }
+"""Signals that end a run, and exit statuses. 75 is EX_TEMPFAIL: the batch scripts of ``hva slurm``
+requeue a job whose ranks end with it."""
 
 # Long enough to cost nothing, short enough for mpirun, which kills a second after its SIGTERM: a vote
 # is read one interval after it was cast.
@@ -38,9 +42,14 @@ class RunError(RuntimeError):
 
 
 def run_on_all_ranks(what: str, action: Callable[[], T]) -> T:
-    """Runs `action` on each rank; all ranks must call it.
+    """What ``action`` returns, on each rank; all ranks must call it.
 
-    The action must not communicate: where it fails on one rank, the others would wait within theirs.
+    Costs one small allgather. The action must not communicate: where it fails on one rank, the others
+    would wait within theirs.
+
+    Args:
+        what: is done, for messages; the same on all ranks.
+        action: opens files, say.
 
     Returns:
         What this rank's action returned.
@@ -55,15 +64,25 @@ def run_on_all_ranks(what: str, action: Callable[[], T]) -> T:
         result = action()
     except (OSError, ValueError) as error:
         problem = str(error)
-    problems: list[str | None] = hvd.allgather_object(problem, name=f"agree.{what}")
+    problems: list[str | None] = Control(f"agree.{what}").allgather(problem)
     if any(message is not None for message in problems):
         raise RunError(f"{what}: " + _by_rank(problems))
     return result  # type: ignore[return-value]
 
 
 def require_equal(what: str, value: Mapping[str, Any]) -> None:
-    """Raises RunError on all ranks, naming the difference, if `value` is not the same on all."""
-    values: list[Mapping[str, Any]] = hvd.allgather_object(dict(value), name=f"equal.{what}")
+    """Raise an error on all ranks, which names the difference, unless all have the same.
+
+    Costs one small allgather.
+
+    Args:
+        what: is compared, for messages; the same on all ranks.
+        value: JSON-serializable values, by name.
+
+    Raises:
+        RunError: on all ranks, if they differ.
+    """
+    values: list[Mapping[str, Any]] = Control(f"equal.{what}").allgather(dict(value))
     for rank, other in enumerate(values):
         for key in values[0]:
             if other.get(key) != values[0][key]:
@@ -89,11 +108,24 @@ def _by_rank(problems: list[str | None]) -> str:
 class StopVote:
     """Turns a signal on any rank into one step at which all ranks stop.
 
+    SIGHUP, SIGINT, SIGTERM and SIGUSR1 are handled from now on; a second one, a second or more later,
+    ends the process as if nobody handled it, unless it is SIGHUP. A SIGHUP that was ignored when the
+    process started, as under nohup, stays ignored.
+
     At intervals the ranks start a two-number allreduce and continue; its result is read at the next
     vote, when it has long arrived, so that nobody waits. How many polls lie between two votes is voted
     on, too: ranks may not consult their own clocks.
 
-    A SIGHUP that was ignored when the process started, as under nohup, stays ignored.
+    Example:
+        A loop that saves and ends with the status that batch systems requeue::
+
+            stop = StopVote()
+            for step in range(start, steps):
+                if stop.poll():
+                    checkpoints.save(Position(step))
+                    sys.exit(stop.exit_code)
+                ...
+            stop.close()
     """
 
     def __init__(self) -> None:
@@ -102,7 +134,7 @@ class StopVote:
         self._received_at = 0.0
         self._polls_to_vote = 1
         self._interval = 1
-        self._handle: int | None = None
+        self._pending: Callable[[], Tensor] | None = None
         self._last_vote = time.monotonic()
         for number in EXIT_CODES:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -120,6 +152,11 @@ class StopVote:
             self._received = number
             self._received_at = now
 
+    @property
+    def exit_code(self) -> int:
+        """The status to end with: of the signal at which all stop, 0 where there was none."""
+        return EXIT_CODES[self.outcome] if self.outcome else 0
+
     def poll(self) -> int:
         """The number of the signal at which all ranks stop now, or 0.
 
@@ -134,14 +171,14 @@ class StopVote:
         return self.outcome
 
     def close(self) -> None:
-        """Waits for the vote that is under way; all ranks must call it."""
+        """Waits for the vote that is under way; all ranks must call it, after their last step."""
         self._read_vote()
 
     def _read_vote(self) -> int:
-        if self._handle is None:
+        if self._pending is None:
             return 0
-        stop, negated_interval = hvd.synchronize(self._handle).tolist()
-        self._handle = None
+        stop, negated_interval = self._pending().tolist()
+        self._pending = None
         self._interval = -int(negated_interval)
         return int(stop)
 
@@ -153,4 +190,4 @@ class StopVote:
         wanted = max(1, min(int(VOTE_SECONDS / seconds_per_poll), 2 * self._interval))
         # Largest signal number, smallest interval: one Max gives both.
         ballot = torch.tensor([self._received, -wanted], dtype=torch.float32)
-        self._handle = hvd.allreduce_async(ballot, op=hvd.Max, name="train.stop_vote")
+        self._pending = world.current().begin_maximum(ballot, "train.stop_vote")

@@ -5,7 +5,10 @@
 # the folder, what is said and checked before the start, signals, the run, its end.
 
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/../lib/common.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/shell.sh"
+# As it was named: in a clone this is launch/slurm, which is a link. What `hva slurm` wrote has no repository.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=${here%/launch/slurm}
 program=${SLURM_JOB_NAME:-$program}
 # Whatever fails without a message of its own still says where.
 set -E
@@ -20,7 +23,7 @@ require_batch_job() {
     case ${1-} in -h | --help) usage; exit ;; esac
     [[ -n ${SLURM_JOB_ID:-} && -n ${SLURM_JOB_NODELIST:-} && -z ${SLURM_STEP_ID:-} ]] ||
         die "this is a batch script, and Slurm did not start it" \
-            "Submit it: sbatch launch/slurm/$(basename "$0"). Its manual: bash launch/slurm/$(basename "$0") --help"
+            "Submit it: sbatch $0. Its manual: bash $0 --help"
 }
 
 # 2(x3),1 -> 2 2 2 1, one per line.
@@ -77,6 +80,11 @@ find_rank_python() {
         return
     fi
     find_environment
+    # The environment whose `hva slurm` wrote the scripts, unless another one was active at sbatch.
+    if [[ -n ${written_by:-} && $env_dir == "$root/.venv" ]]; then
+        python=$written_by
+        env_dir=$(dirname "$(dirname "$python")")
+    fi
     [[ -x $python ]] || die "no Python environment in $env_dir" \
         "Run launch/setup.sh once, on a machine that sees this folder, with the modules that this job loads;" \
         "or activate an environment that has torch and Horovod before sbatch."
@@ -95,7 +103,7 @@ for name in ("torch", "horovod", "hvd_adaptive"):
 assert "horovod" in found, "there is no Horovod"
 print(platform.python_version() + ",", ", ".join(f"{name} {version}" for name, version in found.items()))'
     versions=$("${rank_python[@]}" -c "$code" 2>&1) || die "${rank_python[*]}: ${versions##*$'\n'}" \
-        "Run launch/setup.sh: it builds Horovod with MPI, from whichever mpicc is on PATH." \
+        "Run launch/setup.sh, or hva install-horovod: they build Horovod with MPI, from whichever mpicc is on PATH." \
         "In a container image: HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1, see launch/setup.sh."
 }
 
@@ -152,7 +160,7 @@ set_mpirun() {
 set_horovodrun() {
     [[ -z ${HVA_CONTAINER:-} ]] || die "horovodrun cannot start ranks in a container" "Use srun or mpirun."
     require_mpirun
-    have horovodrun || die "no horovodrun in $env_dir/bin nor on PATH" "Run launch/setup.sh."
+    have horovodrun || die "no horovodrun in $env_dir/bin nor on PATH" "Run launch/setup.sh, or hva install-horovod."
     require_ssh
     local i slots=
     for i in "${!nodes[@]}"; do slots+=,${nodes[i]}:${tasks[i]}; done
@@ -197,7 +205,7 @@ probe_node() {
     interfaces=$(cd /sys/class/net && echo *)
     [[ $peer != "$SLURMD_NODENAME" ]] || peer=$7
     [[ -e $folder/.token ]] || echo "lacks: $folder, which is not shared with it"
-    [[ -e $rank_script ]] || echo "lacks: $rank_script, so this repository is not shared with it"
+    [[ -e $rank_script ]] || echo "lacks: $rank_script, so the folder of these scripts is not shared with it"
     command -v "$python" >/dev/null || echo "lacks: $python"
     if [[ -z $interface ]]; then
         route=$(ip -o route get "$(getent ahostsv4 "$peer" | awk '{ print $1; exit }')" 2>/dev/null)
@@ -222,11 +230,11 @@ check_nodes() {
     local code='probe_node "$@" | sed "s/^/$SLURMD_NODENAME /"'
     found=$(srun --mpi=none --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
         bash -c "$(declare -f probe_node); $code" probe \
-        "$folder" "$root/launch/slurm/rank.sh" "${rank_python[0]}" "${HVA_INTERFACE:-}" "${HVA_GPUS:-}" \
+        "$folder" "$here/rank.sh" "${rank_python[0]}" "${HVA_INTERFACE:-}" "${HVA_GPUS:-}" \
         "${nodes[0]}" "${nodes[-1]}") || die "srun cannot run a command on each node" "$found"
     if problems=$(grep ' lacks: ' <<<"$found"); then
         die "not all nodes have what the job needs:"$'\n'"${problems// lacks: / lacks }" \
-            "Put repository, environment and HVA_RUNS on a file system that all nodes mount; see ip link for" \
+            "Put these scripts, environment and HVA_RUNS on a file system that all nodes mount; see ip link for" \
             "interfaces, and sinfo -o '%N %G' for nodes with GPUs."
     fi
     about_nodes=$(cut -d ' ' -f 3- <<<"$found" | sort | uniq -c |
@@ -255,20 +263,20 @@ check_ranks() {
     [[ ${HVA_CHECK:-yes} == yes ]] && ((ranks > 1)) || return 0
     local output status=0
     # horovodrun puts the rank before each line.
-    output=$(timeout "${HVA_CHECK_SECONDS:-300}" "${launcher[@]}" "${rank_python[@]}" "$root/launch/lib/check.py" 2>&1 |
+    output=$(timeout "${HVA_CHECK_SECONDS:-300}" "${launcher[@]}" "${rank_python[@]}" "$here/check.py" 2>&1 |
         sed 's/^\[[0-9,]*\]<std...>://') || status=$?
     say "$output"
     if ((status == 0)) && grep -q "ranks tried .* $ranks," <<<"$output"; then return; fi
     die "the $ranks ranks do not meet under $HVA_LAUNCHER (exit status $status, output above)" \
         "$(about_horovod)" \
         "One rank only, or two MPIs: Horovod and mpi4py must be built with the MPI of this job; run launch/setup.sh" \
-        "with its modules loaded. Also try another HVA_LAUNCHER. HVA_CHECK=no skips this check."
+        "or hva install-horovod with its modules loaded. Also try another HVA_LAUNCHER. HVA_CHECK=no skips this check."
 }
 
 about_horovod() {
     "${rank_python[@]}" -c 'import horovod.torch as hvd
 if hvd.mpi_built(): print("Horovod has MPI.")
-else: print("Horovod was built without MPI: load the module of an MPI, then run launch/setup.sh --force.")' 2>&1 |
+else: print("Horovod was built without MPI: load the module of an MPI, then run launch/setup.sh --force or hva install-horovod.")' 2>&1 |
         tail -n 1
 }
 
@@ -393,6 +401,8 @@ start() {
     # Slurm tells all ranks itself; this script stays to see how they end.
     trap 'interrupted=yes' TERM
     script=${HVA_SCRIPT:-$root/launch/train.py}
+    [[ -n ${HVA_SCRIPT:-} || -r $script ]] || die "there is no launch/train.py, so HVA_SCRIPT must name your script" \
+        "HVA_SCRIPT=/path/to/train.py sbatch ..., or edit the line that sets it."
     [[ -r $script ]] || die "cannot read $script" "HVA_SCRIPT names the training script; the default is launch/train.py."
     local argument
     for argument in "${@:2}"; do
@@ -406,7 +416,7 @@ start() {
     set_environment
     set_launcher
     check_nodes
-    local -a command=("${launcher[@]}" "$root/launch/slurm/rank.sh" "$HVA_LAUNCHER" "$folder/ranks"
+    local -a command=("${launcher[@]}" "$here/rank.sh" "$HVA_LAUNCHER" "$folder/ranks"
         "${rank_python[@]}" "$script" --checkpoint-dir "$folder/checkpoints" --resume auto "${@:2}")
     describe "${command[@]}"
     check_ranks
@@ -452,5 +462,5 @@ end_task() {
     [[ -z $requeued ]] || return 0
     say "$1" >"$sweep/task-$SLURM_ARRAY_TASK_ID/status"
     [[ -x ${python:-} ]] || python=python3
-    "$python" "$root/launch/slurm/collect.py" "$sweep" --if-last "$SLURM_ARRAY_TASK_ID" || true
+    "$python" "$here/collect.py" "$sweep" --if-last "$SLURM_ARRAY_TASK_ID" || true
 }
