@@ -8,8 +8,8 @@
 A case trains a preset twice from one seed with the gradients of 16 virtual ranks
 (virtual_training.py): by allgather and in two shots, at equal levels of the first shot. At 16 ranks'
 learning rates the presets' own training is unstable. So the ResNet's rate grows with the ranks' square
-root (of that and no growth the better one for dense runs with seed 0), and the LSTM is smaller, its rate
-the best of 1, 2.5 and 5 in short dense runs with seed 0.
+root (of that and no growth the better one for dense runs with seed 0), and the LSTM is smaller, with
+the best rate of 1, 2.5 and 5 in short dense runs with seed 0.
 """
 
 from __future__ import annotations

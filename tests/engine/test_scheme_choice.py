@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from hvd_adaptive.comm.local_group import LocalGroup, LocalTransport  # noqa: E4
 from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
-from hvd_adaptive.engine import known_costs  # noqa: E402
+from hvd_adaptive.engine import known_costs, layout  # noqa: E402
 from hvd_adaptive.engine.scheme_choice import CLOSE  # noqa: E402
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
@@ -115,12 +114,13 @@ def test_planners_go_on_planning_where_the_scheme_is_chosen(monkeypatch: pytest.
 
 def with_slow_alltoalls(monkeypatch: pytest.MonkeyPatch, **options: object) -> VirtualRanks:
     """Ranks that foresee two shots to be faster, by little, and find each alltoall to take 10 ms."""
-    submit = LocalTransport.submit
+    submit, clock = LocalTransport.submit, [0.0]
 
     def slow(self: LocalTransport, request: Request, name: str, step: int) -> Any:
-        if request.operation == "alltoall" and self.rank == 0:
-            time.sleep(0.01)
+        clock[0] += 0.01 * (request.operation == "alltoall")
         return submit(self, request, name, step)
+
+    monkeypatch.setattr(layout, "perf_counter", lambda: clock[0])
 
     monkeypatch.setattr(LocalTransport, "submit", slow)
     monkeypatch.setattr(LocalTransport, "takes_time", True)
