@@ -155,6 +155,40 @@ def layer_of(numel: int, seed: int) -> Tensor:
     return torch.from_numpy(numbers("normal", numel, seed))
 
 
+HALVES = ("globaltopk:density=0.1", "dgc:density=0.1", "qsgd:bits=4", "onebit:rotate=hadamard")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("spec", HALVES)
+def test_half_gradients_are_added_as_widened_ones_are(
+    spec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = in_two_parts(spec, [grad.to(dtype) for grad in halves_of(dtype)])
+    use_reference(monkeypatch)
+    assert found == in_two_parts(spec, [grad.float() for grad in halves_of(dtype)])
+
+
+def halves_of(dtype: torch.dtype) -> list[Tensor]:
+    """Gradients with denormals of the type, signed zeros, and its largest values."""
+    small, large = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max / 2
+    edges = torch.tensor([small, -small, 0.0, -0.0, large, -large])
+    grads = [layer_of(size, size) for size in (777, 900)]
+    return [torch.cat([edges.clamp(-1e30, 1e30), grad]).to(dtype) for grad in grads]
+
+
+def in_two_parts(spec: str, grads: list[Tensor]) -> list[list[int]]:
+    """The bytes for two receivers, whose parts begin within a layer, and what is left."""
+    compressor = parse(spec)
+    assert isinstance(compressor, GatheredCompressor)
+    offsets = np.cumsum([0, *(grad.numel() for grad in grads)])
+    x, keys = layer_of(int(offsets[-1]), 4), np.arange(len(grads), dtype=np.uint64)
+    batch = LayerBatch(x, offsets, [compressor.level] * len(grads), grads, keys, rotation=3)
+    cut = int(offsets[1]) - 301
+    edges = [np.array([0, cut]), np.array([cut, *offsets[1:]])]
+    bodies, _ = compressor.compress_shards_(batch, edges)
+    return [*(body.tolist() for body in bodies), bits(x).tolist()]
+
+
 @pytest.mark.parametrize("numel", EDGES)
 @pytest.mark.parametrize("spec", AT_EDGES)
 def test_and_layers_at_the_edge_of_16_bits(

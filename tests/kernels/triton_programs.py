@@ -51,7 +51,8 @@ def record(into: Path) -> None:
         types = {
             name: "constexpr" if name in constants else type_of(given[name]) for name in self.arg_names
         }
-        key = f"{self.fn.__name__} {constants.get('FORMAT')} {constants.get('NORM')}"
+        varies = [constants.get(name) for name in ("FORMAT", "NORM", "GRADS", "OTHERS")]
+        key = f"{self.fn.__name__} {varies}"
         calls.setdefault(
             key, [self.fn.__module__, self.fn.__name__, types, constants, keywords.get("num_warps", 4)]
         )
@@ -91,6 +92,10 @@ def run_everything() -> None:
     quantized.round_at_random_(torch.empty(300, dtype=torch.bfloat16), x, 5)
     rotation.rotate_([x], 1, [x])
     rotation.rotate_back_([x], 1)
+    for half in (x.half(), x.bfloat16()):
+        sparse.compress_(x.clone(), one, np.array([30]), ValueFormat.fp16, [half])
+        quantized.compress_(x.clone(), one, bits, rule, rule.tables, [half])
+        rotation.rotate_([x.clone()], 1, [half])
 
 
 def compile_all(found: Path) -> list[str]:

@@ -207,7 +207,7 @@ def compress_(
         >>> (out + x).tolist(), out[1:3].tolist()
         ([1.0, -4.0, 0.0, 3.0], [-4.0, 0.0])
     """
-    offsets, bits = check_layers(x, offsets, bits, grads)
+    offsets, bits = check_layers(x, offsets, bits, grads, halves=True)
     check_bits(bits, tables)
     keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]

@@ -27,6 +27,7 @@ from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     TILE,
     first_of,
+    gradient_code,
     key_words,
     launch,
     levels_of,
@@ -84,7 +85,7 @@ def compress_(
     dithers: npt.NDArray[np.uint64] | None = None,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`."""
-    offsets, bits = check_layers(x, offsets, bits, grads)
+    offsets, bits = check_layers(x, offsets, bits, grads, halves=True)
     check_bits(bits, tables)
     keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     if not len(bits):
@@ -105,7 +106,7 @@ def compress_(
     layers = upload(table, device)
     bad = torch.zeros(len(bits), dtype=torch.int64, device=device)
     placed = (x, layers, tiles.layers, bad)
-    common: dict[str, Any] = {"HAS_GRADS": grads is not None, **shape, "num_warps": _warps(rule)}
+    common: dict[str, Any] = {"GRADS": gradient_code(grads), **shape, "num_warps": _warps(rule)}
     launch(jit.find_nonfinite, (tiles.count,), device, *placed, **common)
     found = torch.where(bad == 0, upload(sizes, device), 1)
     starts = torch.cumsum(found, 0) - found + reserve
