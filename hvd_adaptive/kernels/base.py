@@ -34,7 +34,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "reduction": ("reference", "cpu", "triton"),
         "entropy": ("reference", "cpu"),
         "rotation": ("reference", "cpu", "triton"),
-        "subset": ("reference", "cpu"),
+        "subset": ("reference", "cpu", "triton"),
     }.items()
 }
 """The module of each family in each backend that has it; the reference stands in for the others."""
@@ -407,6 +407,32 @@ class QuantizedKernels(Protocol):
             WireError: the body is damaged or does not belong to these layers; says what was found
                 where.
             ValueError: the tensors are not as described.
+        """
+
+    def decompress_sum_(
+        self,
+        bodies: Sequence[ReceivedBody],
+        outs: Sequence[Tensor],
+        scale: float,
+        rule: QuantizationRule,
+    ) -> npt.NDArray[np.uint8]:
+        """Set the outputs to ``scale`` times the sum of what several bodies hold.
+
+        As :meth:`decompress_add_` of one after the other to zeros, bit for bit. Cost: that, or where a
+        backend sums in one pass, reading all codes and writing each output once.
+
+        Args:
+            bodies: at least one, of the same layers.
+            outs: as of :meth:`decompress_add_`.
+            scale: as there.
+            rule: as there.
+
+        Returns:
+            ``uint8[L]``: 1 where a layer was marked nonfinite in some body.
+
+        Raises:
+            WireError: as there, for the first body that is damaged; the outputs then mean nothing.
+            ValueError: as there.
         """
 
     def round_at_random_(self, out: Tensor, x: Tensor, key: int) -> None:

@@ -66,7 +66,7 @@ def record(into: Path) -> None:
 def run_everything() -> None:
     """Each family, with each format and norm that has code of its own."""
     from hvd_adaptive.kernels.quantization import ReceivedBody
-    from hvd_adaptive.kernels.triton import quantized, reduction, rotation, sparse
+    from hvd_adaptive.kernels.triton import quantized, reduction, rotation, sparse, subset
     from hvd_adaptive.wire import ValueFormat
     from hvd_adaptive.wire.quantized import Norm, QuantizationRule, Rounding
 
@@ -90,6 +90,9 @@ def run_everything() -> None:
         if norm is not Norm.sides:
             quantized.norm_histogram(x, rule, squared=True)
     quantized.round_at_random_(torch.empty(300, dtype=torch.bfloat16), x, 5)
+    more, _ = sparse.compress_(x.clone(), one, np.array([10]), ValueFormat.fp32)
+    sparse.recompress_(more, x.clone(), one, np.array([3]), ValueFormat.fp32)
+    subset.add_(x, subset.take_(x, 100, key=5), key=5, scale=0.5)
     rotation.rotate_([x], 1, [x])
     rotation.rotate_back_([x], 1)
     for half in (x.half(), x.bfloat16()):

@@ -21,7 +21,9 @@ from hvd_adaptive.kernels.quantization import (
     NAN_BF16,
     WEIGHT_BINS,
     WEIGHT_SHIFT,
+    ReceivedBody,
     expected_from_weights,
+    sum_one_by_one,
 )
 from hvd_adaptive.kernels.reference import entropy
 from hvd_adaptive.kernels.reference.packing import in_rows, pack, unpack
@@ -115,6 +117,13 @@ def words(numel: int, key: int, device: torch.device | None) -> Tensor:
     h = h ^ (h >> 15)
     h = (h * 0x846CA68B) & _WORD  # an overflow wraps, and the lower half is right
     return h ^ (h >> 16)
+
+
+def decompress_sum_(
+    bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float, rule: QuantizationRule
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_sum_`."""
+    return sum_one_by_one(decompress_add_, bodies, outs, scale, rule)
 
 
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:

@@ -213,9 +213,7 @@ def _encode(
         *(value_starts, ends, pieces, reserve),
         FORMAT=int(values),
     )
-    launch(
-        *(jit.write_stream, blocks, device, *placed, positions, heads, before, streams, words)
-    )
+    launch(*(jit.write_stream, blocks, device, *placed, positions, heads, before, streams, words))
     means = torch.zeros((pieces, 2), dtype=torch.float32, device=device)
     if values is ValueFormat.sign:
         sums = torch.zeros((segments.blocks, 3), dtype=torch.float64, device=device)

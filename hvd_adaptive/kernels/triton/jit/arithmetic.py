@@ -10,7 +10,18 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 entry = triton.jit(
     do_not_specialize=[
-        *("origin", "layers", "count", "number", "spans", "pieces", "reserve", "numel", "expected")
+        *(
+            "origin",
+            "layers",
+            "count",
+            "number",
+            "spans",
+            "pieces",
+            "reserve",
+            "numel",
+            "expected",
+            "skip",
+        )
     ]
 )
 """A kernel that is told sizes: it is not compiled again where one of them is 1, or a multiple of 16."""
