@@ -86,7 +86,7 @@ def rotated(x: Tensor, key: int) -> tuple[Tensor, float]:
 def decompress_layers_sum_(
     bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float, total: Total
 ) -> npt.NDArray[np.bool_]:
-    """Add the layers of all bodies to ``outs``; ``total`` sums those of one key, which are then rotated.
+    """Add the layers of all bodies to ``outs``: ``total`` sums those of a key, which are then rotated.
 
     Raises:
         WireError: a body has no key, or ``total`` finds damage.
