@@ -3,7 +3,8 @@
 :class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does. Memory traffic, in
 words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once,
 which is 5, and codes go through memory as a byte each on their way to their true width, 0.5 more.
-Decoding reads and writes the output, and reads the codes twice, the first time to check them.
+Decoding one body reads and writes the output, a sum of several writes it once; the codes are read
+twice, the first time to check them.
 
 Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded
 on the host, where they are also made.
