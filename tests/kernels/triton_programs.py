@@ -51,7 +51,7 @@ def record(into: Path) -> None:
         types = {
             name: "constexpr" if name in constants else type_of(given[name]) for name in self.arg_names
         }
-        varies = [constants.get(name) for name in ("FORMAT", "NORM", "GRADS", "OTHERS")]
+        varies = [constants.get(name) for name in ("FORMAT", "NORM", "GRADS", "OTHERS", "ADDS")]
         key = f"{self.fn.__name__} {varies}"
         calls.setdefault(
             key, [self.fn.__module__, self.fn.__name__, types, constants, keywords.get("num_warps", 4)]
@@ -95,10 +95,9 @@ def run_everything() -> None:
     subset.add_(x, subset.take_(x, 100, key=5), key=5, scale=0.5)
     rotation.rotate_([x], 1, [x])
     rotation.rotate_back_([x], 1)
-    for half in (x.half(), x.bfloat16()):
-        sparse.compress_(x.clone(), one, np.array([30]), ValueFormat.fp16, [half])
-        quantized.compress_(x.clone(), one, bits, rule, rule.tables, [half])
-        rotation.rotate_([x.clone()], 1, [half])
+    sparse.compress_(x.clone(), one, np.array([30]), ValueFormat.fp16, [x.half()])
+    quantized.compress_(x.clone(), one, bits, rule, rule.tables, [x.bfloat16()])
+    rotation.rotate_([x.clone()], 1, [x.half()])
 
 
 def compile_all(found: Path) -> list[str]:
