@@ -15,9 +15,10 @@ from hvd_adaptive.collectives.base import (
     BucketIO,
     EncodedScheme,
     Steps,
-    as_float32,
     encoder_of,
     hand_over,
+    readable,
+    room_for_results,
 )
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.comm.link_costs import LinkCosts
@@ -37,11 +38,12 @@ class AllGather(EncodedScheme):
 
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Encode, gather, decode; layers that are not finite on some rank send a mark instead."""
-        work = [as_float32(grad) for grad in grads]
-        encoded = _encode(bucket, work, io)
+        read = readable(grads)
+        encoded = _encode(bucket, read, io)
+        work = room_for_results(read)
         gathered = yield Request("allgather", _framed(encoded, bucket, io.ranks))
         bodies, nonfinite = wire.split_frames(gathered, bucket.index, len(bucket.layers), io.ranks)
-        local = [each.clone() for each in work] if nonfinite else work
+        local = [each.to(torch.float32, copy=True) for each in read] if nonfinite else work
         marks = np.zeros(len(work), np.bool_)
         by_rank = [wire.split_parts(body, len(bucket.segments)) for body in bodies]
         for segment, of_all in zip(bucket.segments, zip(*by_rank, strict=True), strict=True):

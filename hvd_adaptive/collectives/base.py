@@ -30,6 +30,8 @@ from hvd_adaptive.comm.request import Direction, Request
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, LayerStats
 from hvd_adaptive.feedback import FeedbackState, split
+from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.checks import HALVES
 from hvd_adaptive.layers import PayloadKind
 
 Steps: TypeAlias = Generator[Request, Tensor, None]
@@ -293,6 +295,25 @@ def as_float32(grad: Tensor) -> Tensor:
     if grad.dtype == torch.float32 and grad.is_contiguous():
         return grad
     return grad.to(torch.float32).contiguous()
+
+
+def readable(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients as kernels read them: :func:`as_float32`, or float16 and bfloat16 ones as they are.
+
+    Args:
+        grads: of one device.
+    """
+    kinds = {grad.dtype for grad in grads}
+    if len(kinds) == 1 and kinds <= {*HALVES} and for_device(grads[0].device).reads_halves:
+        return [grad.contiguous() for grad in grads]
+    return [as_float32(grad) for grad in grads]
+
+
+def room_for_results(grads: list[Tensor]) -> list[Tensor]:
+    """Contiguous float32 tensors of the shapes of ``grads``: these, if they are such tensors."""
+    if all(grad.dtype == torch.float32 for grad in grads):
+        return grads
+    return [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
 
 
 def saturated(result: Tensor, grad: Tensor) -> Tensor:

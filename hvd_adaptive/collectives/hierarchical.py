@@ -12,7 +12,14 @@ from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.buckets import Bucket
-from hvd_adaptive.collectives.base import BucketIO, EncodedScheme, Steps, as_float32, hand_over
+from hvd_adaptive.collectives.base import (
+    BucketIO,
+    EncodedScheme,
+    Steps,
+    hand_over,
+    readable,
+    room_for_results,
+)
 from hvd_adaptive.collectives.chunks import Chunks
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.two_shot import Marks, Shots, TwoShot
@@ -83,8 +90,9 @@ class Hierarchical(EncodedScheme):
         residual = _owned(bucket, chunks, io, peers)
         if not io.buffers.is_gathered:
             yield from _gather_feedback(bucket, chunks, io)
-        work = [as_float32(grad) for grad in grads]
-        total = yield from _sum_in_node(chunks, work)
+        read = readable(grads)
+        total = yield from _sum_in_node(chunks, read)
+        work = room_for_results(read)
         shots = Shots(
             chunks.own, chunks.own_pieces(total), peers, self.level, "peers", lambda *_: residual
         )

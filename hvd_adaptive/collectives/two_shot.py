@@ -18,9 +18,10 @@ from hvd_adaptive.collectives.base import (
     BucketIO,
     EncodedScheme,
     Steps,
-    as_float32,
     encoder_of,
     hand_over,
+    readable,
+    room_for_results,
 )
 from hvd_adaptive.collectives.costs import Workload
 from hvd_adaptive.collectives.shards import Part, Shards
@@ -74,8 +75,8 @@ class TwoShot(EncodedScheme):
 
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:
         """Encode, exchange shards, sum, encode, gather, decode."""
-        work = [as_float32(grad) for grad in grads]
-        shots = Shots(bucket, work, io, self.level)
+        read = readable(grads)
+        shots, work = Shots(bucket, read, io, self.level), room_for_results(read)
         finite = ~(yield from shots.exchange(work))
         shots.settle(finite)
         for position in np.flatnonzero(~finite).tolist():
@@ -103,7 +104,7 @@ class Shots:
 
     Args:
         bucket: the bucket.
-        work: what this rank contributes of its layers: float32, contiguous.
+        work: what this rank contributes of its layers, :func:`readable`.
         io: of the ranks of the group.
         level: of the second compression; 0 takes that of the first.
         group: who takes part.
@@ -321,7 +322,7 @@ def _restore(
         kept[segment.start : segment.stop] = undo[segment.start : segment.stop]
     if not kept.any():
         return
-    own = [torch.zeros_like(each).view(-1) for each in local]
+    own = [torch.zeros(each.numel(), device=each.device) for each in local]
     for parts, bodies in zip(shards.parts, sent.bodies, strict=True):
         for part, body in zip(parts, bodies, strict=True):
             views = part.views(own, io.buffers.offsets)
@@ -329,4 +330,4 @@ def _restore(
             for piece in np.flatnonzero(marks).tolist():
                 views[piece].zero_()  # a mark that stands for several layers: nothing was sent
     for position in np.flatnonzero(kept).tolist():
-        io.feedback.restore(bucket, position, local[position].view(-1), own[position])
+        io.feedback.restore(bucket, position, local[position].float().view(-1), own[position])

@@ -171,7 +171,8 @@ class LayerBatch:
         x: float32, 1-D; layer ``i`` is ``x[offsets[i]:offsets[i + 1]]``; left with the remainder.
         offsets: ``int64[L + 1]``, rising.
         levels: one per layer.
-        grads: float32, contiguous, one per layer: added to ``x`` first, in the same pass.
+        grads: float32, contiguous, one per layer: added to ``x`` first, in the same pass. All of them
+            float16 or bfloat16 where :attr:`hvd_adaptive.kernels.base.Kernels.reads_halves` says so.
         keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
         reserve: bytes to leave free at the front of the result, for a header.
         state: of :meth:`Compressor.new_state`; None compresses as at the first step.
@@ -671,8 +672,9 @@ class GatheredCompressor(Compressor):
         for piece in pieces:
             back = part.x[edges[piece] : edges[piece + 1]].add_(own[piece])
             if part.grads is not None:
-                back.sub_(part.grads[piece])
-                back[back.abs() <= CANCELLED * part.grads[piece].abs()] = 0.0
+                grad = part.grads[piece].float()
+                back.sub_(grad)
+                back[back.abs() <= CANCELLED * grad.abs()] = 0.0
 
     @abstractmethod
     def decompress_layers_add_(

@@ -109,20 +109,27 @@ class PowerSGD(LinearCompressor):
     def rounds(self, batch: LinearBatch) -> Rounds:
         """Two rounds: all P and dense layers, then all Q."""
         state = batch.state if isinstance(batch.state, WarmStarts) else self.new_state()
-        matrices = [
-            _Factors(x, layer, int(level), int(key), state)
-            for x, layer, level, key in zip(
-                batch.x, batch.layers, batch.levels, batch.keys, strict=True
-            )
-        ]
-        reduced = yield [each.first() for each in matrices]
-        thin = [each for each, first in zip(matrices, reduced, strict=True) if each.second(first)]
+        groups = _groups_of(batch, state)
+        thin = sorted(position for group in groups for position in group.positions)
+        dense = [position for position in range(len(batch.x)) if position not in {*thin}]
+        sends = {position: batch.x[position].clone() for position in dense}
+        for group in groups:
+            sends.update(zip(group.positions, group.first(), strict=True))
+        reduced = yield [sends[position] for position in range(len(batch.x))]
+        for position in dense:
+            batch.x[position].zero_()
+        sends = {}
+        for group in groups:
+            factors = group.second([reduced[position] for position in group.positions])
+            sends.update(zip(group.positions, factors, strict=True))
         if thin:
-            reduced = yield [each.q for each in thin]
-            for each, q in zip(thin, reduced, strict=True):
-                each.third(q, state)
-        for each, out in zip(matrices, batch.outs, strict=True):
-            each.write(out)
+            found = yield [sends[position] for position in thin]
+            by_position = dict(zip(thin, found, strict=True))
+            for group in groups:
+                group.third([by_position[position] for position in group.positions], state)
+                group.write([batch.outs[position] for position in group.positions])
+        for position in dense:
+            batch.outs[position].copy_(reduced[position])
 
     def compress_(
         self,
@@ -139,12 +146,15 @@ class PowerSGD(LinearCompressor):
             raise ValueError("powersgd: the tensor holds a NaN or an Inf; it was left as it was")
         key, shape = context.key, context.shape or folded(x.numel())
         starts = context.state if isinstance(context.state, WarmStarts) else self.new_state()
-        factors = _Factors(x, Layer(0, "", shape), int(level), key, starts)
-        first = factors.first()
-        if not factors.second(first.clone()):
-            return Payload(first.clone(), x.numel(), level, key, shape)
-        p, q = factors.p, factors.q.clone()
-        factors.third(q, starts)
+        layer, rank = Layer(0, "", shape), rank_of(shape, int(level))
+        if not rank:
+            dense = x.clone()
+            x.zero_()
+            return Payload(dense, x.numel(), level, key, shape)
+        group = _Group([x], [layer], [key], rank, starts, [0])
+        (q,) = (each.clone() for each in group.second(group.first()))
+        group.third([q], starts)
+        (p,) = group.p
         return Payload(torch.cat([p.reshape(-1), q.reshape(-1)]), x.numel(), level, key, shape)
 
     def decompress_add_(self, payload: Payload, out: Tensor, scale: float = 1.0) -> None:
@@ -211,7 +221,7 @@ class WarmStarts(CodecState):
         if have < rank:
             generator = torch.Generator().manual_seed(mix(key) & (2**63 - 1))
             start[:, have:] = torch.randn(columns, rank - have, generator=generator)
-        return scaled_down(start).to(layer.device)
+        return scaled_down(start)
 
     def state_dict(self) -> dict[str, Any]:
         """The factors by layer."""
@@ -240,57 +250,164 @@ class WarmStarts(CodecState):
                 )
 
 
-class _Factors:
-    """One layer on its way through the rounds."""
+def _groups_of(batch: LinearBatch, state: WarmStarts) -> list[_Group]:
+    """The layers that are not sent dense, those of equal shape and rank together."""
+    alike: dict[tuple[int, int, int, torch.device], list[int]] = {}
+    for position, (x, layer, level) in enumerate(zip(batch.x, batch.layers, batch.levels, strict=True)):
+        rank = rank_of(layer.shape, int(level))
+        if rank:
+            alike.setdefault((*as_matrix(layer.shape), rank, x.device), []).append(position)
+    return [
+        _Group(
+            [batch.x[position] for position in positions],
+            [batch.layers[position] for position in positions],
+            [int(batch.keys[position]) for position in positions],
+            rank,
+            state,
+            positions,
+        )
+        for (_, _, rank, _), positions in alike.items()
+    ]
 
-    def __init__(self, x: Tensor, layer: Layer, level: int, key: int, state: WarmStarts) -> None:
-        self._x = x
-        self._layer = layer
-        self._rank = rank_of(layer.shape, level)
-        if self._rank:
-            rows, columns = as_matrix(layer.shape)
-            self._matrix = x.view(rows, columns)
-            self._start = state.start(layer, columns, self._rank, key)
 
-    def first(self) -> Tensor:
-        """``P = M Q``, or the layer itself."""
-        if not self._rank:
-            return self._x.clone()
-        if not all_finite(self._x):
-            return torch.full_like(self._x[: self._matrix.shape[0] * self._rank], torch.nan)
-        return _times(self._start, self._matrix.T).view(-1)
+_LARGEST_JOINED = 1 << 18
+"""Elements of a matrix beyond which a launch of its own costs less than copying it next to others."""
 
-    def second(self, reduced: Tensor) -> bool:
-        """Whether a second round follows; ``p`` and ``q`` are then its factors, else all is done."""
-        if not self._rank:
-            self._dense = reduced
-            self._x.zero_()
-            return False
-        p = reduced.view(-1, self._rank)
-        self.p = orthonormal(p) if all_finite(p) else torch.full_like(p, torch.nan)
-        self.q = _times(self.p, self._matrix)
-        rest = self._x.view_as(self._matrix)
-        if float(self.q.abs().max()) < FAR_FROM_LARGEST:  # not for NaN
-            rest.addmm_(self.p, self.q.T, alpha=-1.0)
-            return True
-        # a column's norm, and with it an element of the product, is up to sqrt(rows) times its elements
-        limit = LARGEST / (4 * math.sqrt(len(self._matrix)))
-        self.q = _times(self.p, self._matrix.clamp(-limit, limit))
-        rest.addmm_(self.p, self.q.T, alpha=-1.0).clamp_(-LARGEST, LARGEST)
-        return True
 
-    def third(self, reduced: Tensor, state: WarmStarts) -> None:
-        """The reduced right factor, which starts the next step unless something was not finite."""
-        self.q = reduced.view(-1, self._rank)
-        if all_finite(self.q):
-            state.q[self._layer.name] = _longer(self.q, state.q.get(self._layer.name))
+def _joins(matrices: Sequence[Tensor]) -> bool:
+    """Whether products with these are made in one launch, of copies side by side."""
+    small = matrices[0].numel() <= _LARGEST_JOINED
+    return len(matrices) > 1 and small and not matrices[0].is_cpu
 
-    def write(self, out: Tensor) -> None:
-        """The reduced layer."""
-        if self._rank:
-            torch.mm(self.p, self.q.T, out=out.view_as(self._matrix))
+
+class _Group:
+    """Layers of one shape and rank on their way through the rounds.
+
+    QR decompositions are batched. On GPUs so are the products of small matrices, while others read the
+    layers where they are, and the host waits once for what it has to know of all layers.
+
+    Args:
+        xs: the layers, 1-D; the remainders are left in them.
+        layers: what is known of them.
+        keys: of their random numbers.
+        rank: of all of them.
+        state: where they start.
+        positions: of the layers in the batch.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        layers: Sequence[Layer],
+        keys: Sequence[int],
+        rank: int,
+        state: WarmStarts,
+        positions: Sequence[int],
+    ) -> None:
+        self.positions = positions
+        self._layers, self._rank = layers, rank
+        rows, columns = as_matrix(layers[0].shape)
+        self._matrices = [x.view(rows, columns) for x in xs]
+        starts = [
+            state.start(layer, columns, rank, key) for layer, key in zip(layers, keys, strict=True)
+        ]
+        self._starts = torch.stack(starts).to(xs[0].device)
+        self._joined = torch.stack(self._matrices) if _joins(self._matrices) else None
+        each = range(len(layers))
+        self._turns = [[i] for i in each] if xs[0].is_cpu else [[*each]]
+        """What is done with together: on CPUs with one layer alone, which so stays in the cache."""
+
+    def first(self) -> list[Tensor]:
+        """``P = M Q`` of each layer."""
+        if self._joined is not None:
+            products = [*torch.bmm(self._joined, self._starts)]
         else:
-            out.copy_(self._dense)
+            products = []
+        for turn in self._turns:
+            finite = _all_finite_of([self._matrices[i] for i in turn])
+            if self._joined is None:
+                products += [_times(self._starts[i], self._matrices[i].T) for i in turn]
+            for i, fine in zip(turn, finite, strict=True):
+                if not fine:
+                    products[i].fill_(torch.nan)
+        return [p.reshape(-1) for p in products]
+
+    def second(self, reduced: Sequence[Tensor]) -> list[Tensor]:
+        """Right factors ``Q`` for the left ones that were reduced; leaves the remainders."""
+        found = torch.stack([each.view(-1, self._rank) for each in reduced])
+        wrong = [not finite for finite in _all_finite_of(found)]
+        if any(wrong):
+            found[wrong] = 0.0
+        self.p = orthonormal(found)
+        if any(wrong):
+            self.p[wrong] = torch.nan
+        if self._joined is not None:
+            return self._subtract_joined(self._joined)
+        return [q for turn in self._turns for q in self._subtract(turn)]
+
+    def _subtract(self, turn: Sequence[int]) -> list[Tensor]:
+        """The right factors of some layers, whose products with the left ones are subtracted."""
+        factors = [_times(self.p[i], self._matrices[i]) for i in turn]
+        return [
+            _subtract_product_(self._matrices[i], self.p[i], q, top)
+            for i, q, top in zip(turn, factors, _largest_of(factors), strict=True)
+        ]
+
+    def _subtract_joined(self, joined: Tensor) -> list[Tensor]:
+        """As :meth:`_subtract` of all layers, in copies of them."""
+        factors = torch.bmm(joined.mT, self.p)
+        tops = _largest_of(factors)
+        if all(top < FAR_FROM_LARGEST for top in tops):  # not for NaN
+            torch._foreach_copy_(self._matrices, [*joined.baddbmm_(self.p, factors.mT, alpha=-1.0)])
+            return [*factors]
+        return [
+            _subtract_product_(*each)
+            for each in zip(self._matrices, self.p, factors, tops, strict=True)
+        ]
+
+    def third(self, reduced: Sequence[Tensor], state: WarmStarts) -> None:
+        """The reduced right factors, which start the next step unless something was not finite."""
+        self._q = [each.view(-1, self._rank) for each in reduced]
+        host = torch.stack([q.detach() for q in self._q]).cpu()  # a copy, on any device
+        for layer, q, finite in zip(self._layers, host, _all_finite_of(host), strict=True):
+            if finite:
+                state.q[layer.name] = _longer(q.clone(), state.q.get(layer.name))
+
+    def write(self, outs: Sequence[Tensor]) -> None:
+        """The reduced layers."""
+        views = [out.view_as(matrix) for out, matrix in zip(outs, self._matrices, strict=True)]
+        if self._joined is not None:
+            torch._foreach_copy_(views, [*torch.bmm(self.p, torch.stack(self._q).mT)])
+            return
+        for view, p, q in zip(views, self.p, self._q, strict=True):
+            torch.mm(p, q.T, out=view)
+
+
+def _subtract_product_(matrix: Tensor, p: Tensor, q: Tensor, top: float) -> Tensor:
+    """Subtract ``p q^T`` from a matrix; returns ``q``, another one where its largest is too large."""
+    if top < FAR_FROM_LARGEST:  # not for NaN
+        matrix.addmm_(p, q.T, alpha=-1.0)
+        return q
+    # a column's norm, and with it an element of the product, is up to sqrt(rows) times its elements
+    limit = LARGEST / (4 * math.sqrt(len(matrix)))
+    q = _times(p, matrix.clamp(-limit, limit))
+    matrix.addmm_(p, q.T, alpha=-1.0).clamp_(-LARGEST, LARGEST)
+    return q
+
+
+def _largest_of(tensors: Sequence[Tensor] | Tensor) -> list[float]:
+    """The largest magnitude of each; the host waits once."""
+    found: list[float] = torch.stack([each.abs().max() for each in tensors]).tolist()
+    return found
+
+
+def _all_finite_of(tensors: Sequence[Tensor] | Tensor) -> list[bool]:
+    """:func:`all_finite` of each; the host waits once where all are."""
+    sums = torch.stack([each.sum() for each in tensors]).tolist()
+    return [
+        math.isfinite(total) or bool(each.isfinite().all())
+        for total, each in zip(sums, tensors, strict=True)
+    ]
 
 
 def scaled_down(q: Tensor) -> Tensor:
@@ -316,7 +433,6 @@ def _times(thin: Tensor, matrix: Tensor) -> Tensor:
 
 def _longer(q: Tensor, before: Tensor | None) -> Tensor:
     """The new factor, with the columns beyond it that were known: a rank may rise again."""
-    q = q.detach().to("cpu", copy=True)
     if before is None or before.shape[1] <= q.shape[1]:
         return q
     return torch.cat([q, before[:, q.shape[1] :]], dim=1)
@@ -328,7 +444,7 @@ def orthonormal(p: Tensor) -> Tensor:
     Householder reflections in float64: stable whatever the columns are.
 
     Args:
-        p: float32, rows x rank, rows >= rank.
+        p: float32, rows x rank, rows >= rank; or a batch of such matrices.
 
     Example:
         >>> orthonormal(torch.zeros(3, 2)).abs().tolist()

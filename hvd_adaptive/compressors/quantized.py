@@ -213,25 +213,29 @@ class Quantizer(GatheredCompressor):
         When a WireError is raised, layers and blocks before the damage may have been added.
         """
         if self.rotate == "hadamard":
-            return rotation.decompress_layers_sum_([body], outs, scale, self._add_layers_)
-        return self._add_layers_(body, outs, scale)
+            return rotation.decompress_layers_sum_([body], outs, scale, self._sum_layers_)
+        start, tables, codes = self._placed(body)
+        kernels = for_device(body.device).quantized
+        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables, codes)
+        return marks.astype(np.bool_)
 
     def decompress_layers_sum_(
         self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.bool_]:
         """Decode and sum; rotated bodies of one key are rotated back once, after summing them."""
         if self.rotate == "none":
-            return super().decompress_layers_sum_(bodies, outs, scale)
+            return self._sum_layers_(bodies, outs, scale)
         if outs:
             torch._foreach_zero_(list(outs))
-        return rotation.decompress_layers_sum_(bodies, outs, scale, self._add_layers_)
+        return rotation.decompress_layers_sum_(bodies, outs, scale, self._sum_layers_)
 
-    def _add_layers_(self, body: Tensor, outs: Sequence[Tensor], scale: float) -> npt.NDArray[np.bool_]:
-        """Decode a body without a rotation."""
-        start, tables, codes = self._placed(body)
-        kernels = for_device(body.device).quantized
-        marks = kernels.decompress_add_(body, start, outs, scale, self.rule, tables, codes)
-        return marks.astype(np.bool_)
+    def _sum_layers_(
+        self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.bool_]:
+        """Set the outputs to the sum of bodies without a rotation."""
+        received = [ReceivedBody(body, *self._placed(body)) for body in bodies]
+        kernels = for_device(bodies[0].device).quantized
+        return kernels.decompress_sum_(received, outs, scale, self.rule).astype(np.bool_)
 
     def _placed(self, body: Tensor) -> tuple[int, Tables, Mapping[int, Code]]:
         """Where the layers of a body begin, and its tables and Huffman codes."""

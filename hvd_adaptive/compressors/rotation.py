@@ -30,7 +30,7 @@ from hvd_adaptive.kernels.rotation import LARGEST_ROTATED
 from hvd_adaptive.wire import quantized as wire
 
 Compress: TypeAlias = Callable[[LayerBatch], tuple[Tensor, LayerStats]]
-Add: TypeAlias = Callable[[Tensor, Sequence[Tensor], float], npt.NDArray[np.bool_]]
+Total: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], float], npt.NDArray[np.bool_]]
 
 _NOT_FINITE, _TOO_LARGE = 1, 2
 _MOST = torch.finfo(torch.float32).max
@@ -84,12 +84,12 @@ def rotated(x: Tensor, key: int) -> tuple[Tensor, float]:
 
 
 def decompress_layers_sum_(
-    bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float, add: Add
+    bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float, total: Total
 ) -> npt.NDArray[np.bool_]:
-    """Add the layers of all bodies to ``outs``; bodies of one key are summed by ``add``, then rotated.
+    """Add the layers of all bodies to ``outs``: ``total`` sums those of a key, which are then rotated.
 
     Raises:
-        WireError: a body has no key, or ``add`` finds damage.
+        WireError: a body has no key, or ``total`` finds damage.
     """
     by_key: dict[int, list[Tensor]] = {}
     for body in bodies:
@@ -99,9 +99,8 @@ def decompress_layers_sum_(
         by_key.setdefault(key, []).append(body[size:])
     marks = np.zeros(len(outs), np.bool_)
     for key, rest in by_key.items():
-        sums = [torch.zeros_like(out) for out in outs]
-        for body in rest:
-            marks |= add(body, sums, scale)
+        sums = [torch.empty_like(out) for out in outs]
+        marks |= total(rest, sums, scale)
         kernels = for_device(bodies[0].device).rotation
         kernels.rotate_back_(sums, key, outs)
     return marks

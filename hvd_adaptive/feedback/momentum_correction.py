@@ -100,7 +100,7 @@ class _Velocities(ResidualState):
                     velocity.clamp_(-LARGEST_MAGNITUDE, LARGEST_MAGNITUDE)  # Inf would stay forever
                 adds.append(velocity)
             else:
-                adds.append(flat)
+                adds.append(flat.float())
         return self._flats[RESIDUAL, bucket.index], adds
 
     def clear_sent(

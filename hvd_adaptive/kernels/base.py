@@ -34,7 +34,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "reduction": ("reference", "cpu", "triton"),
         "entropy": ("reference", "cpu"),
         "rotation": ("reference", "cpu", "triton"),
-        "subset": ("reference", "cpu"),
+        "subset": ("reference", "cpu", "triton"),
     }.items()
 }
 """The module of each family in each backend that has it; the reference stands in for the others."""
@@ -44,6 +44,10 @@ BACKENDS: dict[str, str] = {"cpu": "cpu", "cuda": "triton"}
 
 NEEDS: dict[str, str] = {"triton": "triton"}
 """What must be installed for a backend; where it is not, its devices have the reference as well."""
+
+
+READS_HALVES = frozenset({"reference", "triton"})
+"""Backends that add float16 and bfloat16 gradients as they are, instead of widened copies of them."""
 
 
 class SparseKernels(Protocol):
@@ -83,7 +87,8 @@ class SparseKernels(Protocol):
             counts: ``int64[L]``: how many elements to send of each layer, 0 or more: the rule's ``k``.
             values: how values are sent.
             grads: one contiguous float32 tensor per layer, of any shape with as many elements, on the
-                device of ``x``; None adds nothing.
+                device of ``x``; None adds nothing. All float16 or all bfloat16 where
+                :attr:`Kernels.reads_halves` says so: they are added as if they were widened.
             reserve: bytes to leave free, with whatever they hold, in front of the body (for
                 :func:`hvd_adaptive.wire.frame.write_header`).
             rule: how many to send, given ``counts``.
@@ -354,7 +359,8 @@ class QuantizedKernels(Protocol):
             rule: what a block is divided by, and where the levels are.
             tables: the levels; those of ``rule`` unless they are sent with the body.
             grads: one contiguous float32 tensor per layer, of any shape with as many elements, on the
-                device of ``x``; None adds nothing.
+                device of ``x``; None adds nothing. All float16 or all bfloat16 where
+                :attr:`Kernels.reads_halves` says so: they are added as if they were widened.
             keys: ``uint64[L]``, of the layers' random numbers; None draws with key 0.
             reserve: bytes to leave free, with whatever they hold, in front.
             dithers: ``uint64[L]``, of :func:`hvd_adaptive.rng.dithers`, where the keys are those of all
@@ -401,6 +407,32 @@ class QuantizedKernels(Protocol):
             WireError: the body is damaged or does not belong to these layers; says what was found
                 where.
             ValueError: the tensors are not as described.
+        """
+
+    def decompress_sum_(
+        self,
+        bodies: Sequence[ReceivedBody],
+        outs: Sequence[Tensor],
+        scale: float,
+        rule: QuantizationRule,
+    ) -> npt.NDArray[np.uint8]:
+        """Set the outputs to ``scale`` times the sum of what several bodies hold.
+
+        As :meth:`decompress_add_` of one after the other to zeros, bit for bit. Cost: that, or where a
+        backend sums in one pass, reading all codes and writing each output once.
+
+        Args:
+            bodies: at least one, of the same layers.
+            outs: as of :meth:`decompress_add_`.
+            scale: as there.
+            rule: as there.
+
+        Returns:
+            ``uint8[L]``: 1 where a layer was marked nonfinite in some body.
+
+        Raises:
+            WireError: as there, for the first body that is damaged; the outputs then mean nothing.
+            ValueError: as there.
         """
 
     def round_at_random_(self, out: Tensor, x: Tensor, key: int) -> None:
@@ -665,6 +697,11 @@ class Kernels:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+
+    @property
+    def reads_halves(self) -> bool:
+        """Whether gradients of one call may all be float16, or all bfloat16."""
+        return self.backend in READS_HALVES
 
     @functools.cached_property
     def sparse(self) -> SparseKernels:

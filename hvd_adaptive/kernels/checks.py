@@ -16,6 +16,9 @@ from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.wire.quantized import MAX_BITS, Tables
 from hvd_adaptive.wire.sparse import MAX_NUMEL
 
+HALVES = (torch.float16, torch.bfloat16)
+"""What gradients may be where a backend adds them as they are."""
+
 
 def check_layers(
     x: Tensor,
@@ -23,8 +26,12 @@ def check_layers(
     counts: npt.NDArray[np.int64],
     grads: Sequence[Tensor] | None,
     whole: bool = False,
+    halves: bool = False,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``offsets`` and ``counts`` as contiguous int64; ValueError where the input does not fit."""
+    """``offsets`` and ``counts`` as contiguous int64; ValueError where the input does not fit.
+
+    ``halves``: whether gradients may be float16 or bfloat16, all of them.
+    """
     offsets = np.ascontiguousarray(offsets, dtype=np.int64)
     counts = np.ascontiguousarray(counts, dtype=np.int64)
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
@@ -36,7 +43,7 @@ def check_layers(
         )
     sizes = _checked_sizes(offsets.tobytes(), counts.tobytes(), whole, x.numel())
     if grads is not None:
-        _check_grads(x, sizes, grads)
+        _check_grads(x, sizes, grads, halves)
     return offsets, counts
 
 
@@ -78,20 +85,28 @@ def check_numel(numel: int) -> None:
         )
 
 
-def _check_grads(x: Tensor, sizes: Sequence[int], grads: Sequence[Tensor]) -> None:
+def _check_grads(x: Tensor, sizes: Sequence[int], grads: Sequence[Tensor], halves: bool) -> None:
     if len(grads) != len(sizes):
         raise ValueError(f"got {len(grads)} gradients for {len(sizes)} layers")
+    expected = _gradient_dtype(grads, halves)
     for layer, (grad, numel) in enumerate(zip(grads, sizes, strict=True)):
         if (
             grad.numel() != numel
-            or grad.dtype != torch.float32
+            or grad.dtype != expected
             or not grad.is_contiguous()
             or grad.is_cpu != x.is_cpu
         ):
             raise ValueError(
-                f"the gradient of layer {layer} must be {numel} contiguous float32 on {x.device}, "
-                f"got {_describe(grad)}"
+                f"the gradient of layer {layer} must be {numel} contiguous "
+                f"{str(expected).removeprefix('torch.')} on {x.device}, got {_describe(grad)}"
             )
+
+
+def _gradient_dtype(grads: Sequence[Tensor], halves: bool) -> torch.dtype:
+    """The dtype that all gradients must have: that of the first, if kernels can read it."""
+    if halves and grads and grads[0].dtype in HALVES:
+        return grads[0].dtype
+    return torch.float32
 
 
 def check_thresholds(
@@ -183,10 +198,17 @@ def check_counts(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     return counts
 
 
-def check_rotated(layers: Sequence[Tensor], others: Sequence[Tensor] | None) -> None:
-    """ValueError unless all are contiguous float32, and ``others`` are of the layers' sizes."""
-    for each in (*layers, *(others or ())):
-        if each.dtype != torch.float32 or not each.is_contiguous():
+def check_rotated(
+    layers: Sequence[Tensor], others: Sequence[Tensor] | None, halves: bool = False
+) -> None:
+    """ValueError unless all are contiguous float32, and ``others`` are of the layers' sizes.
+
+    ``halves``: whether ``others`` may be float16 or bfloat16, all of them.
+    """
+    of_others = _gradient_dtype(others or (), halves)
+    expected = [torch.float32] * len(layers) + [of_others] * len(others or ())
+    for each, dtype in zip((*layers, *(others or ())), expected, strict=True):
+        if each.dtype != dtype or not each.is_contiguous():
             raise ValueError(f"layers that are rotated are contiguous float32, got {_describe(each)}")
     sizes = [layer.numel() for layer in layers]
     if others is not None and [other.numel() for other in others] != sizes:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hvd_adaptive.kernels.huffman import Code
-from hvd_adaptive.wire.quantized import Tables
+from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 
 LARGEST_NORM = 2.0**127
 """What is above it saturates: a value and a level of the other sign may be twice the norm apart."""
@@ -38,6 +39,22 @@ class ReceivedBody:
     start: int
     tables: Tables
     codes: Mapping[int, Code] = field(default_factory=dict)
+
+
+def sum_one_by_one(
+    add: Callable[..., npt.NDArray[np.uint8]],
+    bodies: Sequence[ReceivedBody],
+    outs: Sequence[Tensor],
+    scale: float,
+    rule: QuantizationRule,
+) -> npt.NDArray[np.uint8]:
+    """Clear the outputs, and ``add`` each body: a backend's ``decompress_add_``."""
+    if outs:
+        torch._foreach_zero_(list(outs))
+    marks = np.zeros(len(outs), np.uint8)
+    for body in bodies:
+        marks |= add(body.data, body.start, outs, scale, rule, body.tables, body.codes)
+    return marks
 
 
 def _weight_edges() -> npt.NDArray[np.float64]:

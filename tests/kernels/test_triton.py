@@ -29,6 +29,8 @@ CONTRACTS = {
     "test_damaged_bodies.py": "damage_is_named or no_encoder_sends",
     "test_rotation.py": "same_bits_and_back or cannot_be_rotated or stay_finite",
     "test_reduction.py": "overflows or fit_together",
+    "test_selection.py": "recompressing_drops",
+    "test_subset.py": "taken_from_where or cannot_be_drawn",
 }
 """Files, and which of their tests; the others ask the same of more numbers, or of Numba itself."""
 

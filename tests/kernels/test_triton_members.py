@@ -61,7 +61,8 @@ def outcome(spec: str, sizes: tuple[int, ...], kinds: tuple[str, ...], nonfinite
     outs = [torch.ones(size) for size in sizes]
     compressor.decompress_layers_sum_([body, body], outs, 0.5)
     rng = np.random.default_rng(7)
-    found = [finding(compressor, damage(body.numpy(), rng), sizes) for _ in range(3)]
+    found = [finding(compressor, [damage(body.numpy(), rng)], sizes) for _ in range(2)]
+    found.append(finding(compressor, [body.numpy(), damage(body.numpy(), rng)], sizes))
     return Outcome(
         body.tolist(),
         bits(x).tolist(),
@@ -73,13 +74,17 @@ def outcome(spec: str, sizes: tuple[int, ...], kinds: tuple[str, ...], nonfinite
 
 def finding(
     compressor: GatheredCompressor,
-    data: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    bodies: list[np.ndarray[tuple[int], np.dtype[np.uint8]]],
     sizes: tuple[int, ...],
 ) -> str:
     """What is found wrong, or the sum of what is decoded."""
     outs: list[Tensor] = [torch.zeros(size) for size in sizes]
     try:
-        compressor.decompress_layers_add_(torch.from_numpy(data.copy()), outs, 1.0)
+        received = [torch.from_numpy(data.copy()) for data in bodies]
+        if len(received) > 1:
+            compressor.decompress_layers_sum_(received, outs, 1.0)
+        else:
+            compressor.decompress_layers_add_(received[0], outs, 1.0)
     except WireError as error:
         return str(error)
     return str(torch.cat(outs).double().sum().item())
@@ -153,6 +158,40 @@ def owners(spec: str) -> list[tuple[list[int] | str, list[int]]]:
 
 def layer_of(numel: int, seed: int) -> Tensor:
     return torch.from_numpy(numbers("normal", numel, seed))
+
+
+HALVES = ("globaltopk:density=0.1", "dgc:density=0.1", "qsgd:bits=4", "onebit:rotate=hadamard")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("spec", HALVES)
+def test_half_gradients_are_added_as_widened_ones_are(
+    spec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = in_two_parts(spec, [grad.to(dtype) for grad in halves_of(dtype)])
+    use_reference(monkeypatch)
+    assert found == in_two_parts(spec, [grad.float() for grad in halves_of(dtype)])
+
+
+def halves_of(dtype: torch.dtype) -> list[Tensor]:
+    """Gradients with denormals of the type, signed zeros, and its largest values."""
+    small, large = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max / 2
+    edges = torch.tensor([small, -small, 0.0, -0.0, large, -large])
+    grads = [layer_of(size, size) for size in (777, 900)]
+    return [torch.cat([edges.clamp(-1e30, 1e30), grad]).to(dtype) for grad in grads]
+
+
+def in_two_parts(spec: str, grads: list[Tensor]) -> list[list[int]]:
+    """The bytes for two receivers, whose parts begin within a layer, and what is left."""
+    compressor = parse(spec)
+    assert isinstance(compressor, GatheredCompressor)
+    offsets = np.cumsum([0, *(grad.numel() for grad in grads)])
+    x, keys = layer_of(int(offsets[-1]), 4), np.arange(len(grads), dtype=np.uint64)
+    batch = LayerBatch(x, offsets, [compressor.level] * len(grads), grads, keys, rotation=3)
+    cut = int(offsets[1]) - 301
+    edges = [np.array([0, cut]), np.array([cut, *offsets[1:]])]
+    bodies, _ = compressor.compress_shards_(batch, edges)
+    return [*(body.tolist() for body in bodies), bits(x).tolist()]
 
 
 @pytest.mark.parametrize("numel", EDGES)

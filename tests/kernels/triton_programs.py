@@ -51,7 +51,8 @@ def record(into: Path) -> None:
         types = {
             name: "constexpr" if name in constants else type_of(given[name]) for name in self.arg_names
         }
-        key = f"{self.fn.__name__} {constants.get('FORMAT')} {constants.get('NORM')}"
+        varies = [constants.get(name) for name in ("FORMAT", "NORM", "GRADS", "OTHERS", "ADDS")]
+        key = f"{self.fn.__name__} {varies}"
         calls.setdefault(
             key, [self.fn.__module__, self.fn.__name__, types, constants, keywords.get("num_warps", 4)]
         )
@@ -65,7 +66,7 @@ def record(into: Path) -> None:
 def run_everything() -> None:
     """Each family, with each format and norm that has code of its own."""
     from hvd_adaptive.kernels.quantization import ReceivedBody
-    from hvd_adaptive.kernels.triton import quantized, reduction, rotation, sparse
+    from hvd_adaptive.kernels.triton import quantized, reduction, rotation, sparse, subset
     from hvd_adaptive.wire import ValueFormat
     from hvd_adaptive.wire.quantized import Norm, QuantizationRule, Rounding
 
@@ -89,8 +90,14 @@ def run_everything() -> None:
         if norm is not Norm.sides:
             quantized.norm_histogram(x, rule, squared=True)
     quantized.round_at_random_(torch.empty(300, dtype=torch.bfloat16), x, 5)
+    more, _ = sparse.compress_(x.clone(), one, np.array([10]), ValueFormat.fp32)
+    sparse.recompress_(more, x.clone(), one, np.array([3]), ValueFormat.fp32)
+    subset.add_(x, subset.take_(x, 100, key=5), key=5, scale=0.5)
     rotation.rotate_([x], 1, [x])
     rotation.rotate_back_([x], 1)
+    sparse.compress_(x.clone(), one, np.array([30]), ValueFormat.fp16, [x.half()])
+    quantized.compress_(x.clone(), one, bits, rule, rule.tables, [x.bfloat16()])
+    rotation.rotate_([x.clone()], 1, [x.half()])
 
 
 def compile_all(found: Path) -> list[str]:

@@ -70,6 +70,8 @@ from hvd_adaptive.kernels.quantization import (
     NAN_BF16,
     WEIGHT_BINS,
     WEIGHT_SHIFT,
+    ReceivedBody,
+    sum_one_by_one,
 )
 from hvd_adaptive.wire.quantized import (
     LEVELS,
@@ -570,6 +572,13 @@ def _round_at_random(x, n, key, out):
         total = uint32(min(magnitude, uint32(LARGEST_BF16)) + noise)
         rounded = uint32(NAN_BF16) if magnitude > uint32(INF) else uint32(total >> uint32(16))
         out[i] = uint16(rounded | (uint32(word >> uint32(16)) & uint32(0x8000)))
+
+
+def decompress_sum_(
+    bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float, rule: QuantizationRule
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_sum_`."""
+    return sum_one_by_one(decompress_add_, bodies, outs, scale, rule)
 
 
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:

@@ -21,7 +21,9 @@ from hvd_adaptive.kernels.quantization import (
     NAN_BF16,
     WEIGHT_BINS,
     WEIGHT_SHIFT,
+    ReceivedBody,
     expected_from_weights,
+    sum_one_by_one,
 )
 from hvd_adaptive.kernels.reference import entropy
 from hvd_adaptive.kernels.reference.packing import in_rows, pack, unpack
@@ -117,6 +119,13 @@ def words(numel: int, key: int, device: torch.device | None) -> Tensor:
     return h ^ (h >> 16)
 
 
+def decompress_sum_(
+    bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float, rule: QuantizationRule
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_sum_`."""
+    return sum_one_by_one(decompress_add_, bodies, outs, scale, rule)
+
+
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.round_at_random_`.
 
@@ -207,7 +216,7 @@ def compress_(
         >>> (out + x).tolist(), out[1:3].tolist()
         ([1.0, -4.0, 0.0, 3.0], [-4.0, 0.0])
     """
-    offsets, bits = check_layers(x, offsets, bits, grads)
+    offsets, bits = check_layers(x, offsets, bits, grads, halves=True)
     check_bits(bits, tables)
     keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     parts = [torch.zeros(reserve, dtype=torch.uint8, device=x.device)]

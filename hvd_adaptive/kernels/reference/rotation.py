@@ -54,7 +54,7 @@ def rotate_(
         >>> x.tolist()
         [8.0, 2.0, 1.0, 1.0, 3.0]
     """
-    check_rotated(layers, grads)
+    check_rotated(layers, grads, halves=True)
     found = np.zeros(len(layers), np.uint8)
     for index, layer in enumerate(layers):
         x = layer.view(-1)

@@ -103,7 +103,7 @@ def compress_(
         >>> x.tolist(), stats[:, 2].tolist()
         ([2.0, 0.0, 3.0, 0.0, 0.0], [1.0, 2.0])
     """
-    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    offsets, counts = check_layers(x, offsets, counts, grads, whole, halves=True)
     floors = check_thresholds(rule, thresholds, len(counts)).tolist()
     layers = len(offsets) - 1
     stats = np.zeros((layers, 4))
@@ -150,7 +150,7 @@ def compress_cut_(
         >>> x.tolist(), data.numel() == int(ends[-1]), int(stats[0, 2])
         ([1.0, 0.0, 2.0, 0.0], True, 2)
     """
-    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    offsets, counts = check_layers(x, offsets, counts, grads, whole, halves=True)
     cuts = check_cuts(offsets, cuts, whole)
     selected = x.clone()
     _, stats = compress_(

@@ -21,6 +21,8 @@ from hvd_adaptive.kernels.triton.jit import arithmetic
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire.quantized import Tables
 
+_GRADIENTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""What :func:`hvd_adaptive.kernels.triton.jit.arithmetic.load_gradient` calls each dtype."""
 TILE = 4096
 """Elements of a program, about."""
 
@@ -66,6 +68,11 @@ def pointers(tensors: Sequence[Tensor] | None, count: int) -> npt.NDArray[np.int
     if tensors is None:
         return np.zeros(count, np.int64)
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+def gradient_code(grads: Sequence[Tensor] | None) -> int:
+    """The dtype of gradients, as kernels know it; 0 if there are none."""
+    return _GRADIENTS[grads[0].dtype] if grads else 0
 
 
 def key_words(key: int, device: torch.device) -> Tensor:

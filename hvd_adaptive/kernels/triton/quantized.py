@@ -3,7 +3,8 @@
 :class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does. Memory traffic, in
 words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once,
 which is 5, and codes go through memory as a byte each on their way to their true width, 0.5 more.
-Decoding reads and writes the output, and reads the codes twice, the first time to check them.
+Decoding one body reads and writes the output, a sum of several writes it once; the codes are read
+twice, the first time to check them.
 
 Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded
 on the host, where they are also made.
@@ -12,7 +13,7 @@ on the host, where they are also made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_outs, check_spectrum
 from hvd_adaptive.kernels.huffman import Code
-from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody
+from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody, sum_one_by_one
 from hvd_adaptive.kernels.reference import quantized as reference
 from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     TILE,
     first_of,
+    gradient_code,
     key_words,
     launch,
     levels_of,
@@ -43,6 +45,7 @@ from hvd_adaptive.wire.quantized import QuantizationRule, Tables, layer_bytes
 __all__ = [
     "compress_",
     "decompress_add_",
+    "decompress_sum_",
     "expected_error_at",
     "norm_histogram",
     "round_at_random_",
@@ -84,7 +87,7 @@ def compress_(
     dithers: npt.NDArray[np.uint64] | None = None,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`."""
-    offsets, bits = check_layers(x, offsets, bits, grads)
+    offsets, bits = check_layers(x, offsets, bits, grads, halves=True)
     check_bits(bits, tables)
     keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     if not len(bits):
@@ -105,7 +108,7 @@ def compress_(
     layers = upload(table, device)
     bad = torch.zeros(len(bits), dtype=torch.int64, device=device)
     placed = (x, layers, tiles.layers, bad)
-    common: dict[str, Any] = {"HAS_GRADS": grads is not None, **shape, "num_warps": _warps(rule)}
+    common: dict[str, Any] = {"GRADS": gradient_code(grads), **shape, "num_warps": _warps(rule)}
     launch(jit.find_nonfinite, (tiles.count,), device, *placed, **common)
     found = torch.where(bad == 0, upload(sizes, device), 1)
     starts = torch.cumsum(found, 0) - found + reserve
@@ -233,12 +236,44 @@ def decompress_add_(
     return marks.astype(np.uint8)
 
 
-def raise_damage(bodies: Sequence[ReceivedBody], numels: Sequence[int], rule: QuantizationRule) -> None:
+def decompress_sum_(
+    bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float, rule: QuantizationRule
+) -> npt.NDArray[np.uint8]:
+    """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_sum_`: in one pass."""
+    for body in bodies:
+        numels = check_outs(body.data, outs)
+    if not outs:
+        return sum_one_by_one(reference.decompress_add_, bodies, outs, scale, rule)
+    try:
+        whole = [unpacked_codes(body, numels, rule) for body in bodies]
+    except WireError:
+        raise_damage(bodies, numels, rule)
+    received = Received(whole, np.array(numels, np.int64), rule)
+    received.add_to(outs, scale, adds=False)
+    damaged, marks = received.findings()
+    if damaged:
+        raise_damage(bodies, numels, rule)
+    return marks.astype(np.uint8)
+
+
+def raise_damage(
+    bodies: Sequence[ReceivedBody], numels: Sequence[int], rule: QuantizationRule
+) -> NoReturn:
     """The reference's WireError for bodies of which one was found damaged."""
     for body in bodies:
-        outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
-        reference.decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
+        if _is_damaged(body, numels, rule):
+            outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
+            reference.decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
     raise RuntimeError("a body that decodes was found damaged: please report this with the body")
+
+
+def _is_damaged(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRule) -> bool:
+    """Whether one body is; the reference would take long to decode those that are not."""
+    try:
+        whole = unpacked_codes(body, numels, rule)
+    except WireError:
+        return True
+    return Received([whole], np.array(numels, np.int64), rule).findings()[0]
 
 
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:

@@ -92,6 +92,21 @@ class ReceivedSparse:
                 SIZE=_SIZE,
             )
 
+    def listed(self) -> tuple[npt.NDArray[np.int64], Tensor, Tensor]:
+        """How many elements each span of the only body has, their positions, and their values.
+
+        Of a body that is not damaged. Waits for the device, because the sizes are those of the tensors.
+        """
+        counts = read_back(self._found[0, :, 2].contiguous())
+        total = int(counts.sum())
+        values = torch.empty(total, device=self._device)
+        launch(
+            *(jit.list_values, (self._spans, self._programs), self._device, self._bodies),
+            *(self._places, values, self._spans),
+            SIZE=_SIZE,
+        )
+        return counts, self._indices[:total], values
+
     def findings(self) -> tuple[bool, npt.NDArray[np.uint8]]:
         """Whether something is damaged, and the marks of layers before that; waits for the device."""
         numbers = torch.arange(self._spans, device=self._device)

@@ -18,6 +18,7 @@ from hvd_adaptive.kernels.rotation import CHUNK, chunks
 from hvd_adaptive.kernels.triton.jit import rotation as jit
 from hvd_adaptive.kernels.triton.launching import (
     TILE,
+    gradient_code,
     key_words,
     launch,
     pointers,
@@ -35,7 +36,7 @@ def rotate_(
     layers: Sequence[Tensor], key: int, grads: Sequence[Tensor] | None = None
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.RotationKernels.rotate_`."""
-    check_rotated(layers, grads)
+    check_rotated(layers, grads, halves=True)
     if not layers:
         return np.zeros(0, np.uint8)
     device = layers[0].device
@@ -46,10 +47,10 @@ def rotate_(
     launch(
         *(jit.find_largest, (tiles.count,), device, own, added, upload(numels, device)),
         *(tiles.layers, tiles.first, tops),
-        HAS_GRADS=grads is not None,
+        GRADS=gradient_code(grads),
         SIZE=TILE,
     )
-    _launch(numels, own, added, tops, key, back=False, others_given=grads is not None)
+    _launch(numels, own, added, tops, key, back=False, others_are=gradient_code(grads))
     largest = read_back(tops).view(np.float32)
     found = np.where(largest <= jit.LARGEST_ROTATED.value, 0, np.where(largest < np.inf, 2, 1))
     return found.astype(np.uint8)
@@ -63,7 +64,7 @@ def rotate_back_(layers: Sequence[Tensor], key: int, outs: Sequence[Tensor] | No
     device = layers[0].device
     numels = np.array([layer.numel() for layer in layers], np.int64)
     own, added = (upload(pointers(each, len(layers)), device) for each in (layers, outs))
-    _launch(numels, own, added, own, key, back=True, others_given=outs is not None)
+    _launch(numels, own, added, own, key, back=True, others_are=gradient_code(outs))
 
 
 def _launch(
@@ -74,7 +75,7 @@ def _launch(
     key: int,
     *,
     back: bool,
-    others_given: bool,
+    others_are: int,
 ) -> None:
     """All chunks of all layers, size by size."""
     device, size = own.device, CHUNK
@@ -88,7 +89,7 @@ def _launch(
                 *(jit.rotate, (tiles.count,), device, own, others, tiles.layers, tiles.first),
                 *(upload(of_size[:, 0], device), upload(of_size[:, 1], device), tops, words),
                 BACK=back,
-                OTHERS=others_given,
+                OTHERS=others_are,
                 ROWS=_ROWS,
                 LOG=size.bit_length() - 1,
             )

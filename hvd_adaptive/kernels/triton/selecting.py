@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import selection as jit
-from hvd_adaptive.kernels.triton.launching import TILE, Tiles, launch, pointers, upload
+from hvd_adaptive.kernels.triton.launching import TILE, Tiles, gradient_code, launch, pointers, upload
 from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 Int64s = npt.NDArray[np.int64]
@@ -76,7 +76,8 @@ class Segments:
     def table(self, grads: Sequence[Tensor] | None, device: torch.device) -> Tensor:
         """Rows of offset, elements, gradient, first tile, layer, span, place in the piece, piece."""
         start, numel, *others = self.columns
-        inside = 4 * (start - self.offsets[self.of_layer])
+        width = grads[0].element_size() if grads else 0
+        inside = width * (start - self.offsets[self.of_layer])
         addresses = pointers(grads, self.layers)[self.of_layer] + inside
         return upload(np.stack([start, numel, addresses, *others], axis=1), device)
 
@@ -157,7 +158,7 @@ class Selection:
         histograms = torch.zeros((spans, 256), dtype=torch.int32, device=device)
         limits = torch.zeros((2, spans), dtype=torch.int64, device=device)
         source = (self._x, self._table, segments.tiles.layers)
-        meta = {"HAS_GRADS": self._grads is not None, "TILE": TILE}
+        meta = {"GRADS": gradient_code(self._grads), "TILE": TILE}
         launch(
             *(jit.measure, (tiles,), device, *source, upload(floors, device), histograms, *limits),
             *(self.nonfinite, self.energies),

@@ -12,7 +12,7 @@ it also waits for what the sample, or the bisection, says of each layer, of a co
 
 Damage is only found here; what it is, and where, the reference then says.
 
-What is not here is that of the reference: :func:`recompress_` and :func:`position_bits`.
+What is not here is that of the reference: :func:`position_bits`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.checks import (
     check_bodies,
+    check_body,
     check_cuts,
     check_layers,
     check_outs,
     check_thresholds,
 )
+from hvd_adaptive.kernels.floats import LARGEST
 from hvd_adaptive.kernels.reference import sparse as reference
 from hvd_adaptive.kernels.reference.sparse import count_to_send
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import encoding as jit
-from hvd_adaptive.kernels.triton.launching import launch, read_back, sums_between
+from hvd_adaptive.kernels.triton.launching import launch, read_back, sums_between, upload
 from hvd_adaptive.kernels.triton.receiving import ReceivedSparse
 from hvd_adaptive.kernels.triton.selecting import Segments, Selection, segments_of
 from hvd_adaptive.kernels.triton.spectra import (
@@ -64,7 +66,7 @@ __all__ = [
     "summary",
 ]
 
-recompress_, position_bits = reference.recompress_, reference.position_bits
+position_bits = reference.position_bits
 
 Int64s = npt.NDArray[np.int64]
 
@@ -81,7 +83,7 @@ def compress_(
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_`."""
-    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    offsets, counts = check_layers(x, offsets, counts, grads, whole, halves=True)
     floors = check_thresholds(rule, thresholds, len(counts))
     cuts = offsets[[0, -1]] if whole else offsets
     data, stats, _ = _compress_(x, offsets, cuts, counts, values, grads, reserve, rule, floors, whole)
@@ -100,7 +102,7 @@ def compress_cut_(
     whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_cut_`."""
-    offsets, counts = check_layers(x, offsets, counts, grads, whole)
+    offsets, counts = check_layers(x, offsets, counts, grads, whole, halves=True)
     cuts = check_cuts(offsets, cuts, whole)
     floors = check_thresholds(rule, thresholds, len(counts))
     return _compress_(x, offsets, cuts, counts, values, grads, 0, rule, floors, whole)
@@ -129,7 +131,16 @@ def _compress_(
     segments = segments_of(offsets, cuts, most, whole, device)
     selection = Selection(x, segments, grads)
     selection.run(counts, floors, rule)
-    data, ends = _encode(x, segments, selection, values, reserve)
+    numels, indices = np.diff(cuts), selection.indices
+    data, ends = _encode(x, segments, selection, values, reserve, numels, indices)
+    return _read(segments, selection, data, ends)
+
+
+def _read(
+    segments: Segments, selection: Selection, data: Tensor, ends: Tensor
+) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
+    """The bytes, the statistics of each layer, and where each piece ends: the wait of a call."""
+    layers = segments.layers
     energies = torch.stack([selection.energies, selection.sent_energies()], 1)
     columns = [
         sums_between(energies, segments.layer_tiles),
@@ -165,18 +176,34 @@ def _counted(
 
 
 def _encode(
-    x: Tensor, segments: Segments, selection: Selection, values: ValueFormat, reserve: int
+    x: Tensor,
+    segments: Segments,
+    selection: Selection,
+    values: ValueFormat,
+    reserve: int,
+    numels: Int64s,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(room with the bytes of all pieces, their number and where each piece ends, on the device)."""
+    """(room with the bytes of all pieces, their number and where each piece ends, on the device).
+
+    Args:
+        x: what is left of the elements that were selected from; changed where one is sent.
+        segments: of these elements.
+        selection: from them.
+        values: how values are sent.
+        reserve: bytes in front.
+        numels: elements of the vector that each piece's positions are of.
+        positions: what is sent as the positions of the selected elements.
+    """
     device, pieces, blocks = x.device, segments.pieces, (segments.blocks,)
-    sizes = zip(np.diff(segments.cuts).tolist(), segments.most.tolist(), strict=True)
+    sizes = zip(numels.tolist(), segments.most.tolist(), strict=True)
     most = reserve + sum(max_sparse_bytes(numel, count, values) for numel, count in sizes)
     words = torch.zeros(most // 4 + 2, dtype=torch.int32, device=device)
     body = words.view(torch.uint8)
     heads = torch.zeros(segments.blocks, dtype=torch.int32, device=device)
     lengths = torch.zeros(segments.blocks, dtype=torch.int64, device=device)
     placed = (segments.block_pieces, segments.first_blocks, segments.capacities, selection.counts)
-    launch(jit.choose_heads, blocks, device, *placed, selection.indices, heads, lengths)
+    launch(jit.choose_heads, blocks, device, *placed, positions, heads, lengths)
     before = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
     streams, value_starts = torch.empty((2, pieces), dtype=torch.int64, device=device)
     ends = torch.empty(pieces + 1, dtype=torch.int64, device=device)
@@ -186,9 +213,7 @@ def _encode(
         *(value_starts, ends, pieces, reserve),
         FORMAT=int(values),
     )
-    launch(
-        *(jit.write_stream, blocks, device, *placed, selection.indices, heads, before, streams, words)
-    )
+    launch(*(jit.write_stream, blocks, device, *placed, positions, heads, before, streams, words))
     means = torch.zeros((pieces, 2), dtype=torch.float32, device=device)
     if values is ValueFormat.sign:
         sums = torch.zeros((segments.blocks, 3), dtype=torch.float64, device=device)
@@ -267,3 +292,69 @@ def clear_(
     damaged, _ = received.findings()
     if damaged:
         _raise_damage([body], numels, values, whole)
+
+
+def recompress_(
+    body: Tensor,
+    x: Tensor,
+    offsets: Int64s,
+    counts: Int64s,
+    values: ValueFormat,
+    reserve: int = 0,
+    rule: SelectionRule = SelectionRule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.recompress_`.
+
+    The host waits three times: whether the body is whole, how many values it has (four times for
+    layers that are one vector, and which of them are whose), and for the result.
+    """
+    offsets, counts = check_layers(x, offsets, counts, None, whole)
+    floors = check_thresholds(rule, thresholds, len(counts))
+    check_body(body, x)
+    numels = np.diff(offsets)
+    if not len(counts):
+        received, damaged, marks = None, bool(body.numel()), np.zeros(0, np.uint8)
+    else:
+        received = ReceivedSparse([body], numels.tolist(), values, whole)
+        damaged, marks = received.findings()
+    if damaged:
+        reference.recompress_(body, x, offsets, counts, values, reserve, rule, thresholds, whole)
+        raise RuntimeError("a body that decodes was found damaged: please report this with the body")
+    if received is None:
+        return torch.zeros(reserve, dtype=torch.uint8, device=x.device), np.zeros((0, 4))
+    found, positions, old = received.listed()
+    edges = np.cumsum([0, *found])
+    if whole:
+        edges = read_back(torch.searchsorted(positions.long(), upload(offsets - offsets[0], x.device)))
+    if rule in (SelectionRule.dgc, SelectionRule.redsync):
+        counts, rule = _counted(old, edges, counts, None, rule, whole), SelectionRule.topk
+    cuts = edges[[0, -1]] if whole else edges
+    most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
+    segments = Segments(edges, cuts, most, whole, x.device)  # not kept: sizes are those of this step
+    selection = Selection(old, segments, None)
+    selection.nonfinite.copy_(upload(marks.astype(np.int64), x.device))
+    selection.run(counts, floors, rule)
+    spans = offsets[[0, -1]] if whole else offsets
+    data, ends = _encode(
+        *(old, segments, selection, values, reserve, np.diff(spans)),
+        _positions_of(selection, segments, positions),
+    )
+    # what is left of the values is in their place; rounding up the largest of all would give Inf
+    starts = torch.repeat_interleave(
+        upload(spans[:-1], x.device), upload(found, x.device), output_size=len(old)
+    )
+    places = positions + starts
+    x[places] = (x[places] + old).clamp(-LARGEST, LARGEST)
+    data, stats, _ = _read(segments, selection, data, ends)
+    return data, stats
+
+
+def _positions_of(selection: Selection, segments: Segments, positions: Tensor) -> Tensor:
+    """Of elements that were selected from a list of others: the positions of these; int32."""
+    if not len(positions):
+        return selection.indices
+    starts = upload(np.repeat(segments.cuts[:-1], segments.most), positions.device)
+    # where fewer are sent than could be, there is room that holds anything
+    return positions[(selection.indices + starts).clamp(0, len(positions) - 1)]

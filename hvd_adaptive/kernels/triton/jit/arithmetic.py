@@ -10,10 +10,41 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 entry = triton.jit(
     do_not_specialize=[
-        *("origin", "layers", "count", "number", "spans", "pieces", "reserve", "numel", "expected")
+        *(
+            "origin",
+            "layers",
+            "count",
+            "number",
+            "spans",
+            "pieces",
+            "reserve",
+            "numel",
+            "expected",
+            "skip",
+        )
     ]
 )
 """A kernel that is told sizes: it is not compiled again where one of them is 1, or a multiple of 16."""
+
+
+FP16_GRADIENT = tl.constexpr(2)
+BF16_GRADIENT = tl.constexpr(3)
+
+
+@triton.jit
+def load_gradient(address, e, mask, GRADS: tl.constexpr):
+    """Elements of a gradient, as float32, which holds all that the narrower types do; 0 elsewhere."""
+    if GRADS == FP16_GRADIENT:
+        place = address.to(tl.pointer_type(tl.float16)) + e
+        grad = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    elif GRADS == BF16_GRADIENT:
+        place = address.to(tl.pointer_type(tl.int16)) + e
+        word = tl.load(place, mask=mask, other=0).to(tl.int32) << 16
+        grad = word.to(tl.float32, bitcast=True)
+    else:
+        place = address.to(tl.pointer_type(tl.float32)) + e
+        grad = tl.load(place, mask=mask, other=0.0)
+    return grad
 
 
 @triton.jit

@@ -260,6 +260,21 @@ def check_values(bodies, places, spans, SIZE: tl.constexpr):
 
 
 @entry
+def list_values(bodies, places, values, spans, SIZE: tl.constexpr):
+    """The values of all spans of one body, side by side, as float32."""
+    span = tl.program_id(0).to(tl.int64)
+    row = places + span * FIELDS
+    count, code = tl.load(row + 2), tl.load(row + 3)
+    if (count > 0) & (span < spans):
+        data = tl.load(bodies).to(tl.pointer_type(tl.uint8))
+        start, base = tl.load(row + 1), tl.load(row + 6)
+        for first in range(tl.program_id(1).to(tl.int64) * SIZE, count, tl.num_programs(1) * SIZE):
+            i = first + tl.arange(0, SIZE).to(tl.int64)
+            mask = i < count
+            tl.store(values + base + i, load_values(data, start, code, i, mask), mask=mask)
+
+
+@entry
 def add_values(
     bodies,
     places,

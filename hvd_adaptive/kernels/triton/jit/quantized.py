@@ -19,6 +19,7 @@ from hvd_adaptive.kernels.triton.jit.arithmetic import (
     halved_totals,
     load_codes,
     load_float,
+    load_gradient,
     magnitude_bits,
     power_of_three,
     random_words,
@@ -59,12 +60,11 @@ def places_of(numel, tile, BLOCK: tl.constexpr, ROWS: tl.constexpr, LOG: tl.cons
 
 
 @triton.jit
-def load_sum(x, row, offset, e, mask, HAS_GRADS: tl.constexpr):
+def load_sum(x, row, offset, e, mask, GRADS: tl.constexpr):
     """What a layer holds, its gradient added; 0 elsewhere."""
     total = tl.load(x + offset + e, mask=mask, other=0.0)
-    if HAS_GRADS:
-        grad = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-        total = total + tl.load(grad + e, mask=mask, other=0.0)
+    if GRADS:
+        total = total + load_gradient(tl.load(row + 2), e, mask, GRADS)
     return total
 
 
@@ -74,7 +74,7 @@ def find_nonfinite(
     table,
     tile_layers,
     bad,
-    HAS_GRADS: tl.constexpr,
+    GRADS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LOG: tl.constexpr,
@@ -85,7 +85,7 @@ def find_nonfinite(
     row = table + layer * FIELDS
     offset, numel = tl.load(row), tl.load(row + 1)
     _, e, mask = places_of(numel, tile - tl.load(row + 9), BLOCK, ROWS, LOG)
-    total = load_sum(x, row, offset, e, mask, HAS_GRADS)
+    total = load_sum(x, row, offset, e, mask, GRADS)
     top = tl.max(tl.max(magnitude_bits(total), 1), 0)
     tl.store(bad + layer, 1, mask=top >= INF)
 
@@ -183,7 +183,7 @@ def quantize(
     energies,
     origin,
     clip,
-    HAS_GRADS: tl.constexpr,
+    GRADS: tl.constexpr,
     NORM: tl.constexpr,
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -201,7 +201,7 @@ def quantize(
     tl.store(body + start, header, mask=tile == first_tile)
     if not marked:
         block, e, mask = places_of(numel, tile - first_tile, BLOCK, ROWS, LOG)
-        rows = load_sum(x, row, offset, e, mask, HAS_GRADS)
+        rows = load_sum(x, row, offset, e, mask, GRADS)
         sizes = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
         first, second = norms_of(rows, sizes, clip, NORM, ROWS, LOG)
         place = body + start + 1

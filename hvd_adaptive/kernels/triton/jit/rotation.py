@@ -7,7 +7,12 @@ import triton.language as tl
 
 from hvd_adaptive.kernels.rotation import LARGEST_BACK as _LARGEST_BACK
 from hvd_adaptive.kernels.rotation import LARGEST_ROTATED as _LARGEST_ROTATED
-from hvd_adaptive.kernels.triton.jit.arithmetic import entry, magnitude_bits, random_words
+from hvd_adaptive.kernels.triton.jit.arithmetic import (
+    entry,
+    load_gradient,
+    magnitude_bits,
+    random_words,
+)
 
 LARGEST_BACK = tl.constexpr(_LARGEST_BACK)
 LARGEST_ROTATED = tl.constexpr(_LARGEST_ROTATED)
@@ -22,7 +27,7 @@ def load_layer(addresses, layer, e, mask):
 
 @entry
 def find_largest(
-    layers, grads, numels, tile_layers, first_tiles, tops, HAS_GRADS: tl.constexpr, SIZE: tl.constexpr
+    layers, grads, numels, tile_layers, first_tiles, tops, GRADS: tl.constexpr, SIZE: tl.constexpr
 ):
     """The bits of each layer's largest magnitude, its gradient added."""
     tile = tl.program_id(0)
@@ -30,9 +35,8 @@ def find_largest(
     e = (tile - tl.load(first_tiles + layer)) * SIZE + tl.arange(0, SIZE)
     mask = e < tl.load(numels + layer)
     _, total = load_layer(layers, layer, e, mask)
-    if HAS_GRADS:
-        _, grad = load_layer(grads, layer, e, mask)
-        total = total + grad
+    if GRADS:
+        total = total + load_gradient(tl.load(grads + layer), e, mask, GRADS)
     tl.atomic_max(tops + layer, tl.max(magnitude_bits(total), 0), sem="relaxed")
 
 
@@ -83,6 +87,5 @@ def rotate(
         top = tl.load(tops + layer).to(tl.float32, bitcast=True)
         if top <= LARGEST_ROTATED:
             if OTHERS:
-                _, other = load_layer(others, layer, e, mask)
-                rows = rows + other
+                rows = rows + load_gradient(tl.load(others + layer), e, mask, OTHERS)
             tl.store(place, butterflies(rows * signs, ROWS, LOG), mask=mask)

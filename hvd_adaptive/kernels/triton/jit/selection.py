@@ -11,7 +11,7 @@ share the threshold's exponent or have a higher one, are written down in the til
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import magnitude_bits
+from hvd_adaptive.kernels.triton.jit.arithmetic import load_gradient, magnitude_bits
 
 FIELDS = tl.constexpr(8)
 """Columns of the table of segments."""
@@ -23,14 +23,13 @@ PART = tl.constexpr(512)
 
 
 @triton.jit
-def load_tile(x, row, tile, HAS_GRADS: tl.constexpr, TILE: tl.constexpr):
+def load_tile(x, row, tile, GRADS: tl.constexpr, TILE: tl.constexpr):
     """(element of each place, which places there are, what they hold with the gradient added)."""
     e = (tile - tl.load(row + 3)) * TILE + tl.arange(0, TILE)
     mask = e < tl.load(row + 1)
     total = tl.load(x + tl.load(row) + e, mask=mask, other=0.0)
-    if HAS_GRADS:
-        grad = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-        total = total + tl.load(grad + e, mask=mask, other=0.0)
+    if GRADS:
+        total = total + load_gradient(tl.load(row + 2), e, mask, GRADS)
     return e, mask, total
 
 
@@ -45,13 +44,13 @@ def measure(
     reaching,
     bad,
     energies,
-    HAS_GRADS: tl.constexpr,
+    GRADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """First pass: exponents, how many are not zero, how many reach the floor, and the energy."""
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
-    _, mask, total = load_tile(x, row, tile, HAS_GRADS, TILE)
+    _, mask, total = load_tile(x, row, tile, GRADS, TILE)
     span = tl.load(row + 5)
     size = magnitude_bits(total)  # 0 where there is no element
     counts = tl.histogram(size >> EXPONENT, BINS, mask=mask)
@@ -95,15 +94,15 @@ def split(
     places,
     sizes,
     found,
-    HAS_GRADS: tl.constexpr,
+    GRADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Second pass: the sums into ``x``, and candidates into the tile's part of the lists."""
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
     if tl.load(bad + tl.load(row + 4)) == 0:
-        e, mask, total = load_tile(x, row, tile, HAS_GRADS, TILE)
-        if HAS_GRADS:
+        e, mask, total = load_tile(x, row, tile, GRADS, TILE)
+        if GRADS:
             tl.store(x + tl.load(row) + e, total, mask=mask)
         size = magnitude_bits(total)
         floor = tl.maximum(tl.load(prefixes + tl.load(row + 5)).to(tl.int32) << EXPONENT, 1)
