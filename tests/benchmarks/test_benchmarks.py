@@ -378,8 +378,8 @@ def test_two_shots_that_lose_more_than_their_target_or_were_not_trained_are_name
         "lstm-sotu qsgd:bits=4 seed 1": case("perplexity", 200.0, 201.0),
     }
     assert many_ranks.rows(bad)[1:] == [
-        ["resnet-fashion", "qsgd:bits=4", 2, "90.00 %", "89.50 %", "+0.50 pp", "0.50 pp"],
-        ["lstm-sotu", "qsgd:bits=4", 1, "200.0", "201.0", "+0.50 %", "-"],
+        ["resnet-fashion", "qsgd:bits=4", "two_shot", 2, "90.00 %", "89.50 %", "+0.50 pp", "0.50 pp"],
+        ["lstm-sotu", "qsgd:bits=4", "two_shot", 1, "200.0", "201.0", "+0.50 %", "-"],
     ]
     lost, *left = many_ranks.missed(bad)
     assert lost == "resnet-fashion, qsgd:bits=4: two shots lose 0.50, target 0.3"
