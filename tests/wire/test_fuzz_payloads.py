@@ -1,4 +1,4 @@
-"""Seventy thousand damaged payloads; and whether the program that tries them finds faults."""
+"""A hundred thousand damaged payloads; and whether the program that tries them finds faults."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_seventy_thousand_damaged_payloads_are_refused_or_decode_to_numbers() -> None:
-    done = run(str(PROGRAM), "--cases", "70000")
+def test_a_hundred_thousand_damaged_payloads_are_refused_or_decode_to_numbers() -> None:
+    done = run(str(PROGRAM), "--cases", "100000")
     assert done.returncode == 0, done.stdout + done.stderr
     counts = re.search(r"(\d+) cases, (\d+) refused, (\d+) decoded", done.stdout)
     assert counts, done.stdout
     cases, refused, decoded = map(int, counts.groups())
-    assert cases == 70_000
+    assert cases == 100_000
     assert min(refused, decoded) > 10_000
 
 
