@@ -46,11 +46,11 @@ def test_all_ranks_try_alike_and_keep_what_rank_0_found_faster(
     assert schemes == ["allgather"] * 3 + ["two_shot"] * 8 + ["allgather"] * 13
     assert any("tried here: allgather" in reason for reason in reasons[0][1])
     # nothing was lost from one scheme to the next: what has not arrived waits in residuals
-    moved = hvd.allreduce(sent, op=hvd.Average) - (start - model.weight.detach())
+    moved = hvd.allreduce(sent, op=hvd.Average, name="sent") - (start - model.weight.detach())
     kept = optimizer.compression_state_dict()["kept"]
     waiting = sum(slots.get("residual", torch.zeros(1)) for slots in kept.values())
     if spec.startswith("topk"):
-        mean = hvd.allreduce(waiting.reshape_as(moved), op=hvd.Average)
+        mean = hvd.allreduce(waiting.reshape_as(moved), op=hvd.Average, name="waiting")
         torch.testing.assert_close(moved, mean, atol=1e-3, rtol=0.0)
     else:
         assert moved.norm() < 0.1 * sent.norm()
