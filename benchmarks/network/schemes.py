@@ -63,6 +63,8 @@ CASES |= {f"{hosts} x {rate}": Case(hosts, rate) for rate in ("100mbit", "1gbit"
 CASES["4 x 4 x 200mbit"] = Case(4, "200mbit", 4)
 BLOCKS, STEPS = 6, 3
 """Many short turns: a slow phase of the machine then meets all methods."""
+TRIED_AFTER = 26
+"""Steps after which ``auto`` has tried three schemes."""
 HALF_AT = "12 x 200mbit"
 HALF, NOT_SLOWER, AUTO = 0.5, 1.03, 1.05
 """Targets: of two_shot to stock fp16 at 12 hosts; to the allgather at 4; of auto to the fastest one."""
@@ -71,6 +73,7 @@ HALF, NOT_SLOWER, AUTO = 0.5, 1.03, 1.05
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each case's figures to ``cases``, by method."""
     words = ["--preset", PRESET, "--blocks", str(1 if quick else BLOCKS), "--steps", str(STEPS)]
+    words += ["--plans-after", str(TRIED_AFTER)]
     for title in wanted:
         case = CASES[title]
         taken = turns.take(case.hosts, case.rate, case.methods, words, case.launcher)

@@ -45,14 +45,14 @@ def received_bytes() -> int:
 
 
 def plans(method: str) -> bool:
-    """Whether something plans in a method, and changes what its first steps do.
+    """Whether something is planned or tried in a method, and changes what its first steps do.
 
     Example:
-        >>> [plans(method) for method in ("auto", "qsgd auto", "qsgd auto lgreco:period=20")]
-        [True, False, True]
+        >>> [plans(method) for method in ("auto", "qsgd auto", "qsgd two_shot", "qsgd two_shot lgreco")]
+        [True, True, False, True]
     """
-    compression, *others = method.split()
-    return compression == "auto" or len(others) > 1
+    words = method.split()
+    return "auto" in words or len(words) > 2
 
 
 def build(
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6, help="counted in each (%(default)s)")
     parser.add_argument(
         "--plans-after", type=int, default=60,
-        help="steps before the first turn of a method that plans (%(default)s)",
+        help="steps before the first turn of a method that plans or tries (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--training",
