@@ -101,7 +101,7 @@ def _summary(ranks: turns.Turns) -> dict[str, Any]:
 
 def share(methods: dict[str, Any]) -> float:
     """What a step of lgreco-time takes of one of lgreco."""
-    return step(methods, "lgreco-time") / step(methods, "lgreco")
+    return turns.share(methods, "lgreco-time", ["lgreco"])
 
 
 def learned(methods: dict[str, Any]) -> str:

@@ -123,7 +123,12 @@ def missed(cases: dict[str, Any]) -> list[str]:
             fixed = [f"{compressor} {scheme}" for scheme in case.schemes if scheme != "auto"]
             taken = share(methods, f"{compressor} auto", fixed)
             if taken > AUTO:
-                problems.append(f"{title}, {compressor}: auto takes {taken:.2f} of the fastest one")
+                fastest = min(fixed, key=lambda method: step(methods, method))
+                same = methods[fastest]["schemes"] == methods[f"{compressor} auto"]["schemes"]
+                problems.append(
+                    f"{title}, {compressor}: auto takes {taken:.2f} of the fastest one"
+                    + (", which is the scheme that it chose" if same else "")
+                )
             taken = share(methods, f"{compressor} two_shot", [f"{compressor} allgather"])
             if case.hosts * case.ranks_per_host == 4 and taken > NOT_SLOWER:
                 problems.append(f"{title}, {compressor}: two_shot takes {taken:.2f} of the allgather")
