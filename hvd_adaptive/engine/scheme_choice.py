@@ -88,15 +88,15 @@ class SchemeChoice:
         if self._trial.ended:
             trial, self._trial = self._trial, None
             self._costs.excess = self._costs.control.decide(trial.excess)
-            steps = ", ".join(
-                f"{name} {1e3 * each:.3g} ms" for name, each in trial.step_seconds().items()
-            )
+            steps = _told(trial.step_seconds())
             self._result = f"steps with all buckets by one scheme, tried here: {steps}"
         return True
 
     def _continue_trial(self, foreseen: Sequence[Mapping[str, float]]) -> None:
         """Begin a trial where it is close, or go on with the one of the same schemes."""
-        sums = {name: sum(each[name] for each in foreseen) for name in foreseen[0]}
+        # one bucket's feedback may rule out what another's does not
+        names = [name for name in foreseen[0] if all(name in each for each in foreseen)]
+        sums = {name: sum(each[name] for each in foreseen) for name in names}
         close = {name: each for name, each in sums.items() if each <= CLOSE * min(sums.values())}
         if len(close) == 1:
             self._trial = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 from hvd_adaptive import VirtualRanks, merge_compression_states  # noqa: E402
+from hvd_adaptive.buckets import Bucket  # noqa: E402
 from hvd_adaptive.checkpoint import check_state  # noqa: E402
 from hvd_adaptive.collectives import encoded_schemes  # noqa: E402
 from hvd_adaptive.collectives.costs import CodecCosts, Workload  # noqa: E402
@@ -21,8 +22,8 @@ from hvd_adaptive.comm.local_group import LocalGroup, LocalTransport  # noqa: E4
 from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
-from hvd_adaptive.engine import known_costs, layout  # noqa: E402
-from hvd_adaptive.engine.scheme_choice import CLOSE  # noqa: E402
+from hvd_adaptive.engine import known_costs, layout, scheme_choice  # noqa: E402
+from hvd_adaptive.engine.scheme_choice import CLOSE, SchemeChoice  # noqa: E402
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
 ETHERNET = LinkCosts(5e-4, 5e-4, 4e-8, 4e-8)  # 200 Mbit/s
@@ -149,6 +150,20 @@ def test_where_a_forecast_is_close_schemes_are_tried_and_the_faster_one_stays(
     assert "steps with all buckets by one scheme, tried here: allgather " in str(group.plan)
     (costs,) = {str(state["costs"]) for state in group.compression_state_dicts()}
     assert "'tried': {'allgather': 0.0" in costs
+
+
+def test_what_one_bucket_cannot_do_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    foresee = SchemeChoice._foresee
+
+    def foreseen(self: SchemeChoice, bucket: Bucket, *rest: Any) -> dict[str, float]:
+        only_first = {"hierarchical": 1e-9} if bucket.index == 0 else {}
+        return only_first | foresee(self, bucket, *rest)
+
+    monkeypatch.setattr(scheme_choice, "CLOSE", 1e9)
+    monkeypatch.setattr(SchemeChoice, "_foresee", foreseen)
+    group = with_slow_alltoalls(monkeypatch, bucket_cap_mb=0.1)
+    assert "bucket 1: " in str(group.plan)
+    assert {*continued(group, 13)} == {"allgather", "two_shot"}
 
 
 def test_what_was_tried_is_part_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
