@@ -60,6 +60,24 @@ def rounded(seconds: Sequence[float]) -> list[float]:
     return [float(f"{each:.4g}") for each in seconds]
 
 
+def summary(ranks: Turns, told: str) -> dict[str, Any]:
+    """What files of results hold of a method.
+
+    Args:
+        ranks: its turns.
+        told: what is wanted of its last plan: ``schemes`` or ``reasons``.
+
+    Returns:
+        The steps of each block, the mean bytes received, and what was ``told``.
+    """
+    received = statistics.mean(block["received"] for rank in ranks for block in rank)
+    return {
+        "blocks": rounded(block_steps(ranks)),
+        "received": round(received),
+        told: ranks[0][-1][told],
+    }
+
+
 def step(methods: dict[str, Any], method: str) -> float:
     """Seconds of a method's step: the median of its ``blocks``."""
     return statistics.median(methods[method]["blocks"])

@@ -13,7 +13,6 @@ slowest rank's steps; bytes are those that each host's interfaces counted.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,18 +84,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
         words += ["--bucket-cap-mb", str(case.bucket_cap_mb), "--plans-after", str(settle)]
         words += ["--blocks", str(blocks), "--steps", str(STEPS)]
         taken = turns.take(case.hosts, case.rate, list(names.values()), words)
-        found = {name: _summary(taken[method]) for name, method in names.items()}
+        found = {name: turns.summary(taken[method], "reasons") for name, method in names.items()}
         command_line.keep(cases, title, found, rows, missed, out)
-
-
-def _summary(ranks: turns.Turns) -> dict[str, Any]:
-    """The steps of each block, the bytes received, and what was said of the last plan."""
-    received = statistics.mean(block["received"] for rank in ranks for block in rank)
-    return {
-        "blocks": turns.rounded(turns.block_steps(ranks)),
-        "received": round(received),
-        "reasons": ranks[0][-1]["reasons"],
-    }
 
 
 def share(methods: dict[str, Any]) -> float:

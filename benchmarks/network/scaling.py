@@ -198,7 +198,7 @@ def measure(
     """
     with Jobs(max(ranks)) as jobs:
         for number in ranks:
-            both: Seconds = {}
+            both: dict[tuple[str, str, str], float] = {}
             for network in (*networks, *reversed(networks)):
                 missing = missing_points(found.get(network, {}), number, sizes)
                 if not missing:
@@ -208,17 +208,14 @@ def measure(
                 if busy[-1] > BUSY_TARGET:
                     print(f"(others keep {busy[-1]:.0%} of the cores busy)", end=" ", flush=True)
                 for point in jobs.run(network, number, missing, seconds):
-                    scheme, size = point["scheme"], str(point["bytes"])
-                    row = both.setdefault(network, {}).setdefault(scheme, {}).setdefault(size, {})
+                    place = network, point["scheme"], str(point["bytes"])
                     value = float(f"{point['seconds']:.4g}")
-                    row[str(number)] = min(value, row.get(str(number), value))
+                    both[place] = min(value, both.get(place, value))
                     print(".", end="", flush=True)
                 print(flush=True)
-            for network, schemes in both.items():
-                for scheme, rows in schemes.items():
-                    for size, row in rows.items():
-                        known = found.setdefault(network, {}).setdefault(scheme, {})
-                        known.setdefault(size, {}).update(row)
+            for (network, scheme, size), value in both.items():
+                rows = found.setdefault(network, {}).setdefault(scheme, {})
+                rows.setdefault(size, {})[str(number)] = value
             save()
 
 

@@ -13,7 +13,6 @@ interfaces counted.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,18 +76,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
     for title in wanted:
         case = CASES[title]
         taken = turns.take(case.hosts, case.rate, case.methods, words, case.launcher)
-        found = {method: _summary(ranks) for method, ranks in taken.items()}
+        found = {method: turns.summary(ranks, "schemes") for method, ranks in taken.items()}
         command_line.keep(cases, title, found, rows, missed, out, preset=PRESET)
-
-
-def _summary(ranks: turns.Turns) -> dict[str, Any]:
-    """The steps of each block, and the bytes received."""
-    received = statistics.mean(block["received"] for rank in ranks for block in rank)
-    return {
-        "blocks": turns.rounded(turns.block_steps(ranks)),
-        "received": round(received),
-        "schemes": ranks[0][-1]["schemes"],
-    }
 
 
 def rows(cases: dict[str, Any]) -> list[list[object]]:

@@ -26,8 +26,8 @@ class SchemeTrial:
         ...     seen += trial.scheme[0]
         ...     now += 0.2 if trial.scheme == "allgather" else 0.1
         ...     _ = trial.end_step(now)
-        >>> seen, trial.fastest
-        ('aaaattttttttaaaa', 'two_shot')
+        >>> seen
+        'aaaattttttttaaaa'
         >>> {name: round(seconds, 4) for name, seconds in trial.excess().items()}
         {'allgather': 0.0505, 'two_shot': 0.0}
     """
@@ -70,12 +70,6 @@ class SchemeTrial:
     def step_seconds(self) -> dict[str, float]:
         """The median step by each scheme, after the end."""
         return {name: statistics.median(seconds) for name, seconds in self._seconds.items()}
-
-    @property
-    def fastest(self) -> str:
-        """The scheme of the shortest steps, after the end."""
-        seconds = self.step_seconds()
-        return min(seconds, key=lambda name: seconds[name])
 
     def excess(self) -> dict[str, float]:
         """Seconds that a bucket takes longer by each scheme than foreseen, compared with the others."""
