@@ -102,14 +102,19 @@ def test_what_is_learned_and_planned_takes_no_place_in_horovods_order(
         return exchange(self, message)
 
     monkeypatch.setattr(MpiChannel, "exchange", listened)
-    for step in range(12):
+    least = 1 if "planner" in options else 2
+    for step in range(2000):
         if step == 1:  # layers are agreed upon in the first step, and the channel is opened in one
             monkeypatch.setattr(hvd, "allgather", watched)
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().sum().backward()
         optimizer.step()
+        # A plan is made beside the steps, and these take a millisecond: on busy cores it comes dozens later.
+        heard = hvd.allreduce(torch.tensor(float(len(said) >= least)), op=hvd.Sum, name=f"test.heard.{step}")
+        if step >= 11 and heard == hvd.size():
+            break
     opened = [name for name in names if name.endswith(".control")]
-    assert len(said) >= (1 if "planner" in options else 2)
+    assert len(said) >= least
     assert len(opened) <= ("planner" not in options)
 
 
