@@ -75,10 +75,10 @@ def operations(numel: int, device: torch.device) -> dict[str, Operation]:
     chosen, codes = topk().clone(), qsgd().clone()
     payload = codes.numel() / 4 / numel
     received = [ReceivedBody(codes, 0, tables)] * BODIES
-    compression = 5 + 0.5 + payload
+    compression = 5 + payload
     return {
         "memcpy": Operation(lambda: out.copy_(grad), 2),
-        "topk, 1 %": Operation(topk, 5),
+        "topk, 1 %": Operation(topk, 3),
         "qsgd, 4 bits": Operation(qsgd, compression),
         f"sum of {BODIES}: topk": Operation(
             # a value touches a sector of 32 bytes, which is read and written
@@ -86,14 +86,12 @@ def operations(numel: int, device: torch.device) -> dict[str, Operation]:
             1 + 16 * BODIES * DENSITY,
         ),
         f"sum of {BODIES}: qsgd": Operation(
-            lambda: quantized.Received(received, np.array([numel]), rule).add_to(
-                [out], 1.0, adds=False
-            ),
-            1 + 2 * BODIES * payload,
+            lambda: quantized.decompress_sum_(received, [out], 1.0, rule),
+            1 + BODIES * payload,
         ),
         f"sum of {BODIES} and qsgd": Operation(
             lambda: reduction.reduce_(received, one, bits, rule, tables),
-            1 + 2 * BODIES * payload + 2 + 1 + 0.5 + payload,
+            1 + BODIES * payload + 2 + 1 + payload,
         ),
         "summary": Operation(lambda: sparse.summary(grad), 1),
         "norm histogram": Operation(lambda: quantized.norm_histogram(grad, rule, squared=True), 2),

@@ -110,7 +110,9 @@ def test_what_is_learned_and_planned_takes_no_place_in_horovods_order(
         model(torch.randn(8, 64)).square().sum().backward()
         optimizer.step()
         # A plan is made beside the steps, and these take a millisecond: on busy cores it comes dozens later.
-        heard = hvd.allreduce(torch.tensor(float(len(said) >= least)), op=hvd.Sum, name=f"test.heard.{step}")
+        heard = hvd.allreduce(
+            torch.tensor(float(len(said) >= least)), op=hvd.Sum, name=f"test.heard.{step}"
+        )
         if step >= 11 and heard == hvd.size():
             break
     opened = [name for name in names if name.endswith(".control")]

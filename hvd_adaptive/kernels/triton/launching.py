@@ -25,6 +25,8 @@ _GRADIENTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """What :func:`hvd_adaptive.kernels.triton.jit.arithmetic.load_gradient` calls each dtype."""
 TILE = 4096
 """Elements of a program, about."""
+COPIES = 32
+"""Of a histogram that many programs add to: atomic additions to one word are made in turn."""
 
 
 def launch(

@@ -1,10 +1,11 @@
-"""Quantization on a GPU: a pass that looks for what is not finite, one that rounds, one that packs.
+"""Quantization on a GPU: a pass that looks for what is not finite, and one that rounds and packs.
 
 :class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does. Memory traffic, in
 words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once,
-which is 5, and codes go through memory as a byte each on their way to their true width, 0.5 more.
-Decoding one body reads and writes the output, a sum of several writes it once; the codes are read
-twice, the first time to check them.
+which is 5. Codes of three levels, and those of blocks that are no power of two, go through memory as a
+byte each on their way to their true width, 0.5 more. Decoding one body reads and writes the output,
+and its codes twice, the first time to check them; a sum of several writes the output once, and checks
+the codes as it adds them.
 
 Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded
 on the host, where they are also made.
@@ -26,8 +27,7 @@ from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody, sum_one
 from hvd_adaptive.kernels.reference import quantized as reference
 from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
-    TILE,
-    first_of,
+    COPIES,
     gradient_code,
     key_words,
     launch,
@@ -56,19 +56,24 @@ expected_error_at = reference.expected_error_at
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
+_TILE = 2048
+"""Elements of a program, unless a block has more."""
+_PER_THREAD = 8
+"""Elements of a thread: with more of them there are too few threads to hide the memory's latency."""
 PACKED = 1024
 """Bytes of a program that packs."""
+_WHOLE_BYTES = 8
+"""Codes of any width that end with a byte."""
+_TERNARY = 3
+"""Levels of codes that are packed in base 3."""
 
 
 def tile_shape(rule: QuantizationRule) -> dict[str, int]:
-    """Blocks of a tile, and the padded size of each as a power of two."""
+    """Blocks of a tile, the padded size of each as a power of two, and the warps for them."""
     log = (rule.block - 1).bit_length()
-    return {"BLOCK": rule.block, "ROWS": max(1, TILE >> log), "LOG": log}
-
-
-def _warps(rule: QuantizationRule) -> int:
-    """More for large blocks, which a program holds as a whole."""
-    return 4 if rule.block <= TILE else 16
+    rows = max(1, _TILE >> log)
+    warps = (rows << log) // (32 * _PER_THREAD)
+    return {"BLOCK": rule.block, "ROWS": rows, "LOG": log, "num_warps": min(32, max(1, warps))}
 
 
 def _halves(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -94,26 +99,27 @@ def compress_(
         return torch.zeros(reserve, dtype=torch.uint8, device=x.device), np.zeros((0, 3))
     device, shape, numels = x.device, tile_shape(rule), np.diff(offsets)
     tiles = tiles_of(numels, shape["ROWS"] * rule.block, device, least=1)
-    mixed = np.array([mix(key) for key in keys.tolist()], np.uint64)
     alphabets = tables.alphabets[bits]
-    table = np.stack(
-        [
-            *(offsets[:-1], numels, pointers(grads, len(bits)), *_halves(mixed), *_halves(dithers)),
-            *(bits, alphabets, tiles.firsts),
-        ],
-        axis=1,
-    )
     rows = zip(numels.tolist(), bits.tolist(), alphabets.tolist(), strict=True)
     sizes = np.array([layer_bytes(*row, rule) for row in rows], np.int64)
-    layers = upload(table, device)
+    mixed = np.array([mix(key) for key in keys.tolist()], np.uint64)
+    columns = [
+        *(offsets[:-1], numels, pointers(grads, len(bits)), *_halves(mixed), *_halves(dithers)),
+        *(bits, alphabets, tiles.firsts),
+    ]
+    sent = upload(np.concatenate([np.stack(columns, axis=1).ravel(), sizes]), device)
+    layers, most = sent.split([len(columns) * len(bits), len(bits)])
     bad = torch.zeros(len(bits), dtype=torch.int64, device=device)
     placed = (x, layers, tiles.layers, bad)
-    common: dict[str, Any] = {"GRADS": gradient_code(grads), **shape, "num_warps": _warps(rule)}
+    common: dict[str, Any] = {"GRADS": gradient_code(grads), **shape}
     launch(jit.find_nonfinite, (tiles.count,), device, *placed, **common)
-    found = torch.where(bad == 0, upload(sizes, device), 1)
+    found = torch.where(bad == 0, most, 1)
     starts = torch.cumsum(found, 0) - found + reserve
     body = torch.empty(reserve + int(sizes.sum()), dtype=torch.uint8, device=device)
-    codes = torch.empty(int(offsets[-1] - offsets[0]), dtype=torch.uint8, device=device)
+    packs = rule.block == 1 << shape["LOG"] and rule.block >= _WHOLE_BYTES
+    unpacked = (alphabets == _TERNARY) | (not packs)
+    room = int(offsets[-1] - offsets[0]) if unpacked.any() else 0
+    codes = torch.empty(room, dtype=torch.uint8, device=device)
     energies = torch.zeros((tiles.count, 2), dtype=torch.float64, device=device)
     launch(
         *(jit.quantize, (tiles.count,), device, *placed, starts, levels_of(tables, device)[0], body),
@@ -121,14 +127,16 @@ def compress_(
         **common,
         NORM=int(rule.norm),
         ROUNDING=int(rule.rounding),
+        PACKS=packs,
     )
-    norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
-    packed = tiles_of(sizes - 1 - norms, PACKED, device)
-    launch(
-        *(jit.pack, (packed.count,), device, layers, packed.layers, packed.first, bad, starts, body),
-        *(codes, upload(norms, device), int(offsets[0])),
-        SIZE=PACKED,
-    )
+    if unpacked.any():
+        norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
+        packed = tiles_of(np.where(unpacked, sizes - 1 - norms, 0), PACKED, device)
+        launch(
+            *(jit.pack, (packed.count,), device, layers, packed.layers, packed.first, bad, starts),
+            *(body, codes, upload(norms, device), int(offsets[0])),
+            SIZE=PACKED,
+        )
     stats = read_back(torch.cat([sums_between(energies, tiles.edges), bad.double().unsqueeze(1)], 1))
     end = reserve + int(np.where(stats[:, 2] == 0, sizes, 1).sum())
     return body[:end], stats
@@ -147,55 +155,67 @@ class Received:
         self, bodies: Sequence[ReceivedBody], numels: npt.NDArray[np.int64], rule: QuantizationRule
     ) -> None:
         device = bodies[0].data.device
-        self.device, self.rule, self.count, self.layers = device, rule, len(bodies), len(numels)
-        self._kept = [body.data for body in bodies]  # the table has their addresses only
-        places = [(body.data.data_ptr(), body.start, body.data.numel()) for body in bodies]
-        self._bodies = upload(np.array(places, np.int64), device)
-        known = [levels_of(body.tables, device) for body in bodies]
-        self._levels = torch.cat([levels for levels, _ in known])
-        self._alphabets = torch.cat([alphabets for _, alphabets in known])
-        self._numels = upload(numels, device)
-        self._shape = {**tile_shape(rule), "num_warps": _warps(rule)}
+        self._device, self._rule, self._count, self._layers = device, rule, len(bodies), len(numels)
+        self._kept = [(body.data, levels_of(body.tables, device)) for body in bodies]
+        """The table has their addresses only."""
+        self._shape = tile_shape(rule)
         self._tiles = tiles_of(numels, self._shape["ROWS"] * rule.block, device)
-        norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
-        rows = self.count * (self.layers + 1)
-        self._places = torch.zeros((rows, 4), dtype=torch.int64, device=device)
-        launch(
-            *(jit.walk, (self.count,), device, self._bodies, self._alphabets, self._numels),
-            *(upload(norms, device), self._places, self.layers),
+        rows = [
+            (data.data_ptr(), body.start, data.numel(), levels.data_ptr(), alphabets.data_ptr())
+            for body, (data, (levels, alphabets)) in zip(bodies, self._kept, strict=True)
+        ]
+        norms = [rule.norm_bytes(numel) for numel in numels.tolist()]
+        given = [np.array(rows, np.int64).ravel(), numels, np.array(norms, np.int64)]
+        sent = upload(np.concatenate(given), device)
+        table, self._numels, sizes = sent.split([each.size for each in given])
+        self._places = torch.zeros(
+            (self._count * (self._layers + 1), jit.PLACES.value), dtype=torch.int64, device=device
         )
         launch(
-            *(jit.find_damage, (self._tiles.count, self.count), device, self._bodies),
-            *(self._alphabets, self._numels, self._tiles.layers, self._tiles.first, self._places),
-            self.layers,
-            NORMS=rule.norms,
+            *(jit.walk, (self._count,), device, table, self._numels, sizes, self._places, self._layers)
+        )
+        self._checked = False
+
+    def check(self) -> Tensor:
+        """Look for damage; then as :meth:`_concluded`."""
+        launch(
+            *(jit.find_damage, (self._tiles.count, self._count), self._device, *self._where()),
+            self._layers,
+            NORM=int(self._rule.norm),
             **self._shape,
         )
-        split = self._places[: self.count * self.layers].view(self.count, self.layers, 4)
-        self.wrong = split[:, :, 3].amax(0)
-        """``int64[L]``: what is not 0 is damaged in some body."""
-        self.marked = (split[:, :, 2] == jit.NONFINITE.value).amax(0).long()
-        """``int64[L]``: 1 where a body says that the layer was not finite."""
-        self.trailing = self._places[self.count * self.layers :, 0].amax()
-        """Nonzero if bytes are left over."""
+        self._checked = True
+        return self._concluded()
+
+    def _where(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._numels, self._tiles.layers, self._tiles.first, self._places
+
+    def _concluded(self) -> Tensor:
+        """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
+        found = torch.empty(self._layers + 2, dtype=torch.int64, device=self._device)
+        launch(
+            *(jit.conclude, (1,), self._device, self._places, found, self._layers, self._count),
+            SIZE=256,
+        )
+        return found
 
     def add_to(self, outs: Sequence[Tensor], scale: float, *, adds: bool) -> None:
-        """Add ``scale`` times the bodies, or set the outputs to their sum, up to the first damage."""
+        """Add ``scale`` times the bodies, up to the first damage, or set the outputs to their sum."""
+        first_wrong = self.check()[-1:] if adds else self._numels  # which is not looked at
         launch(
-            *(jit.add_decoded, (self._tiles.count,), self.device, self._bodies, self._alphabets),
-            *(self._levels, self._numels, self._tiles.layers, self._tiles.first, self._places),
-            *(upload(pointers(outs, self.layers), self.device), first_of(self.wrong)),
-            *(self.layers, self.count, float(np.float32(scale))),
+            *(jit.add_decoded, (self._tiles.count,), self._device, *self._where()),
+            *(upload(pointers(outs, self._layers), self._device), first_wrong),
+            *(self._layers, self._count, float(np.float32(scale))),
             ADDS=adds,
-            NORM=int(self.rule.norm),
+            NORM=int(self._rule.norm),
             **self._shape,
         )
+        self._checked = True
 
     def findings(self) -> tuple[bool, npt.NDArray[np.int64]]:
         """Whether something is damaged, and the marks; waits for the device."""
-        parts = [self.marked, (self.wrong.sum() + self.trailing).view(1)]
-        found = read_back(torch.cat(parts))
-        return bool(found[-1]), found[:-1]
+        found = read_back(self._concluded() if self._checked else self.check())
+        return bool(found[-2]), found[:-2]
 
 
 def unpacked_codes(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRule) -> ReceivedBody:
@@ -262,8 +282,9 @@ def raise_damage(
     """The reference's WireError for bodies of which one was found damaged."""
     for body in bodies:
         if _is_damaged(body, numels, rule):
-            outs = [torch.zeros(numel, device=body.data.device) for numel in numels]
-            reference.decompress_add_(body.data, body.start, outs, 1.0, rule, body.tables, body.codes)
+            outs = [torch.zeros(numel) for numel in numels]
+            host = body.data.cpu()  # where the reference's many small steps take less time
+            reference.decompress_add_(host, body.start, outs, 1.0, rule, body.tables, body.codes)
     raise RuntimeError("a body that decodes was found damaged: please report this with the body")
 
 
@@ -294,15 +315,16 @@ def norm_histogram(
         return np.zeros(WEIGHT_BINS), float("nan")
     shape = tile_shape(rule)
     count = -(-x.numel() // (shape["ROWS"] * rule.block))
-    weights = torch.zeros(WEIGHT_BINS + 1, dtype=torch.float64, device=x.device)
+    weights = torch.zeros((COPIES, WEIGHT_BINS + 1), dtype=torch.float64, device=x.device)
     beyond = torch.zeros(count, dtype=torch.float64, device=x.device)
     launch(
         *(jit.weigh_shares, (count,), x.device, x, x.numel(), weights, beyond, float(rule.clip)),
         SQUARED=squared,
+        COPIES=COPIES,
+        BINS=WEIGHT_BINS + 1,
         NORM=int(rule.norm),
         **shape,
-        num_warps=_warps(rule),
     )
-    weights[-1] = beyond.sum()
-    found = read_back(weights)
+    weights[0, -1] = beyond.sum()
+    found = read_back(weights.sum(0))
     return found[:-1], float(found[-1])

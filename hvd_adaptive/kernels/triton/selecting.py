@@ -1,13 +1,16 @@
-"""Which elements are sent, on a GPU: in two passes over the gradient and some over the candidates.
+"""Which elements are sent, on a GPU: in one pass over the gradient and some over the candidates.
 
-The first pass counts exponents; the second writes the sums and those elements whose exponent is the
-threshold's or higher, of which the exact threshold is then found by three histograms of eight bits.
+A sample of one element in 32 says how large those are that may be sent. The pass writes the sums, and
+lists these candidates, of which the exact threshold is then found by three histograms. Where the sample
+promised too much, and there are fewer candidates than elements to send, all elements of that span but
+zeros become candidates by another pass; whether it takes place only the device knows.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +24,16 @@ from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 Int64s = npt.NDArray[np.int64]
 
-_DIGITS = ((15, 8), (7, 8), (0, 7))
-"""Below the exponent: shift and bits of what is looked at next."""
+_DIGITS = ((21, 10), (10, 11), (0, 10))
+"""Of a magnitude: shift and bits of what is looked at next."""
+_WARPS = 8
+"""Of a pass over all elements."""
+_PLACED = 1024
+"""Tiles of a program that says where elements go."""
+_SPAN_OF_A_PART = 1 << 16
+"""Elements of a span, of which few are candidates, for each program that counts these."""
+_MOST_PARTS = 128
+"""Of one span."""
 
 
 class Segments:
@@ -53,33 +64,69 @@ class Segments:
             *(starts, ends - starts),
             *(self.tiles.firsts, of_layer, of_span, starts - cuts[of_piece], of_piece),
         )
-        tile_segments = np.repeat(np.arange(len(starts)), -(-(ends - starts) // TILE))
-        self.tile_spans = upload(of_span[tile_segments], device)
-        self.tile_pieces = upload(of_piece[tile_segments], device)
+        sizes = ends - starts
+        tile_segments = np.repeat(np.arange(len(starts)), -(-sizes // TILE))
+        tile_spans = of_span[tile_segments]
+        self.whole, self.numel = whole, int(offsets[-1] - offsets[0])
+        span_sizes = np.diff(offsets[[0, -1]] if whole else offsets)
+        self.lists = np.cumsum(span_sizes) - span_sizes
+        """Where the candidates of each span are listed."""
+        self._sampled = _sampled(sizes, of_span, span_sizes)
+        parts = np.minimum(-(-span_sizes // _SPAN_OF_A_PART), _MOST_PARTS)
+        self.parts = int(parts.sum())
+        numbers = np.arange(self.parts) - np.repeat(np.cumsum(parts) - parts, parts)
+        self.part_spans = upload(np.repeat(np.arange(self.spans), parts), device)
+        self.part_numbers = upload(numbers, device)
+        self.span_parts = upload(np.append(self.spans, parts).astype(np.int32), device)
         self.layer_tiles = upload(_edges(of_layer[tile_segments], layers), device)
-        self.span_tiles = upload(_edges(of_span[tile_segments], self.spans), device)
-        self.piece_tiles = upload(_edges(of_piece[tile_segments], pieces), device)
-        self.piece_spans_host = _spans_of_pieces(offsets, cuts, whole)
-        self.piece_spans = upload(self.piece_spans_host, device)
-        self.span_layers = upload(np.zeros(layers, np.int64) if whole else np.arange(layers), device)
-        capacities = np.minimum(np.diff(cuts), most[self.piece_spans_host]) if pieces else most[:0]
+        self.span_tiles = upload(_edges(tile_spans, self.spans), device)
+        piece_spans = _spans_of_pieces(offsets, cuts, whole)
+        self.piece_spans = upload(piece_spans, device)
+        capacities = np.minimum(np.diff(cuts), most[piece_spans]) if pieces else most[:0]
         self.most = capacities
         """Elements that each piece sends at most."""
         self.capacity = int(capacities.sum())
         self.capacities = upload(np.cumsum([0, *capacities]), device)
         self.piece_offsets = upload(cuts[:-1], device)
+        tile_pieces = of_piece[tile_segments]
+        layer_spans = np.zeros(layers, np.int64) if whole else np.arange(layers)
+        self.owners = (
+            *(self.span_tiles, upload(tile_spans, device), upload(tile_pieces, device)),
+            *(upload(_edges(tile_pieces, pieces), device), self.piece_spans),
+            *(self.layer_tiles, upload(layer_spans, device), self.capacities),
+        )
+        """Who has which tiles, as :func:`hvd_adaptive.kernels.triton.jit.selection.place` takes it."""
+        self.sizes = upload(np.array([self.tiles.count, pieces, layers]), device)
         blocks = -(-capacities // CODE_BLOCK)
         self.blocks = int(blocks.sum())
         self.block_pieces = upload(np.repeat(np.arange(pieces), blocks), device)
         self.first_blocks = upload(np.cumsum([0, *blocks]), device)
 
-    def table(self, grads: Sequence[Tensor] | None, device: torch.device) -> Tensor:
+    def sample_needed(self, counts: Int64s) -> Int64s:
+        """How many of each span's sample should be candidates, so that hardly ever too few are."""
+        sampled, numels = self._sampled
+        share = np.minimum(counts, numels) * (sampled / np.maximum(numels, 1))
+        needed = np.where(sampled == numels, counts, np.ceil(1.1 * share + 3 * np.sqrt(share)) + 2)
+        found: Int64s = np.where(counts > 0, needed, 0).astype(np.int64)
+        return found
+
+    def table(self, grads: Sequence[Tensor] | None) -> Int64s:
         """Rows of offset, elements, gradient, first tile, layer, span, place in the piece, piece."""
         start, numel, *others = self.columns
         width = grads[0].element_size() if grads else 0
         inside = width * (start - self.offsets[self.of_layer])
         addresses = pointers(grads, self.layers)[self.of_layer] + inside
-        return upload(np.stack([start, numel, addresses, *others], axis=1), device)
+        rows: Int64s = np.stack([start, numel, addresses, *others], axis=1)
+        return rows
+
+
+def _sampled(sizes: Int64s, of_span: Int64s, span_sizes: Int64s) -> tuple[Int64s, Int64s]:
+    """How many elements of each span are in its sample, and how many there are."""
+    sample = int(jit.SAMPLE.value)
+    whole_tiles, rest = sizes // TILE, sizes % TILE
+    seen = np.zeros_like(span_sizes)
+    np.add.at(seen, of_span, whole_tiles * sample + np.minimum(rest, sample))
+    return seen, span_sizes
 
 
 def _overlaps(offsets: Int64s, cuts: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
@@ -130,16 +177,21 @@ class Selection:
         x: what is kept of the layers; it receives the sums.
         segments: of the layers.
         grads: added first.
+        marks: ``int64[L]``: 1 for layers of which nothing is to be sent; None if there are none.
     """
 
-    def __init__(self, x: Tensor, segments: Segments, grads: Sequence[Tensor] | None) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        segments: Segments,
+        grads: Sequence[Tensor] | None,
+        marks: Int64s | None = None,
+    ) -> None:
         device, tiles = x.device, segments.tiles.count
-        self._x, self._segments, self._grads = x, segments, grads
-        self._table = segments.table(grads, device)
-        self.energies = torch.zeros(tiles, dtype=torch.float64, device=device)
-        """Of each tile's sums."""
-        self.nonfinite = torch.zeros(segments.layers, dtype=torch.int64, device=device)
-        """``int64[L]``: 1 where the sum is not finite."""
+        self._x, self._segments, self._grads, self._marks = x, segments, grads, marks
+        energies = torch.empty((2, tiles), dtype=torch.float64, device=device)
+        self.energies, self._sent_energies = energies.unbind()
+        """Of each tile's sums; what it holds of a layer that is not finite means nothing."""
         self.indices = torch.empty(segments.capacity, dtype=torch.int32, device=device)
         """From each piece's place in ``segments.capacities`` on; they count from the piece's start."""
         self.values = torch.empty(segments.capacity, dtype=torch.float32, device=device)
@@ -154,88 +206,127 @@ class Selection:
             rule: that one, or any other, which then sends ``counts``.
         """
         segments, device = self._segments, self._x.device
-        tiles, spans = segments.tiles.count, segments.spans
-        histograms = torch.zeros((spans, 256), dtype=torch.int32, device=device)
-        limits = torch.zeros((2, spans), dtype=torch.int64, device=device)
-        source = (self._x, self._table, segments.tiles.layers)
-        meta = {"GRADS": gradient_code(self._grads), "TILE": TILE}
-        launch(
-            *(jit.measure, (tiles,), device, *source, upload(floors, device), histograms, *limits),
-            *(self.nonfinite, self.energies),
-            **meta,
-        )
-        wanted = torch.minimum(upload(counts, device), limits[0])
-        if rule == SelectionRule.threshold:
-            wanted = torch.minimum(wanted, limits[1])
-        wrong = torch.zeros(spans, dtype=torch.int64, device=device)
-        wrong.index_add_(0, segments.span_layers, self.nonfinite)
-        self.wrong = (wrong > 0).long()
+        spans, layers, tiles = segments.spans, segments.layers, (segments.tiles.count,)
+        given = floors if rule == SelectionRule.threshold else np.full(spans, -1)
+        asked = np.stack([counts, given, segments.sample_needed(counts), segments.lists], 1)
+        marks = np.zeros(layers, np.int64) if self._marks is None else self._marks
+        table = segments.table(self._grads)
+        sent = upload(np.concatenate([each.ravel() for each in (table, asked, marks)]), device)
+        self._table, known, self.nonfinite = sent.split([table.size, asked.size, layers])
+        """``nonfinite``, ``int64[L]``: 1 where the sum is not finite."""
+        histograms, tickets, *listed = _zeros((spans, 2048), spans, spans, spans, device=device)
+        wrong = self.nonfinite.amax(0, keepdim=True) if segments.whole else self.nonfinite
+        self.wrong = wrong
         """``int64[spans]``: 1 where nothing is sent because a sum is not finite."""
-        wanted = torch.where(wrong > 0, 0, wanted)
-        self._find(histograms, wanted, source, meta)
-
-    def _find(
-        self,
-        histograms: Tensor,
-        wanted: Tensor,
-        source: tuple[Tensor, Tensor, Tensor],
-        meta: dict[str, int],
-    ) -> None:
-        """The exact thresholds, and what reaches them."""
-        segments, device = self._segments, self._x.device
-        tiles, spans = (segments.tiles.count,), (segments.spans,)
-        prefixes = torch.zeros(segments.spans, dtype=torch.int64, device=device)
-        places = torch.empty(tiles[0] * TILE, dtype=torch.int32, device=device)
-        sizes = torch.empty_like(places)
-        found = torch.zeros(tiles[0], dtype=torch.int32, device=device)
-        launch(jit.choose, spans, device, histograms, wanted, prefixes, BITS=8)
+        floor_bits = torch.empty(spans, dtype=torch.int32, device=device)
+        self._lists = _Lists.of(segments.numel, tiles[0], device)
+        meta = {"GRADS": gradient_code(self._grads), "TILE": TILE}
+        source = (self._x, self._table, segments.tiles.layers, known)
         launch(
-            *(jit.split, tiles, device, *source, prefixes, self.nonfinite, places, sizes, found), **meta
+            *(jit.sample, tiles, device, *source, segments.span_tiles, histograms, tickets, floor_bits),
+            **meta,
+            num_warps=1,
         )
-        table = (self._table, segments.tiles.layers, prefixes)
-        for shift, bits in _DIGITS:
+        launch(
+            *(jit.sift, tiles, device, *source, floor_bits, self.nonfinite, wrong, self.energies),
+            *(listed[0], *self._lists),
+            **meta,
+            num_warps=_WARPS,
+        )
+        launch(
+            *(jit.sift_again, tiles, device, *source, floor_bits, *listed, *self._lists),
+            TILE=TILE,
+            num_warps=_WARPS,
+        )
+        spread = (known, floor_bits, wrong, *listed, self._lists.values, histograms, tickets)
+        self._compact(*self._refine(spread))
+
+    def _refine(self, spread: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The exact threshold of each span as bits, and how many that have it are sent; int32."""
+        segments, device = self._segments, self._x.device
+        steps = torch.empty((2, len(_DIGITS) + 1, segments.spans), dtype=torch.int32, device=device)
+        for step, (shift, bits) in enumerate(_DIGITS):
             launch(
-                *(jit.refine, tiles, device, *table, sizes, found, histograms),
+                *(jit.refine, (segments.parts,), device, segments.part_spans, segments.part_numbers),
+                *(segments.span_parts, *spread, *steps[:, step]),
                 SHIFT=shift,
                 BITS=bits,
-                TILE=TILE,
+                FIRST=step == 0,
             )
-            launch(jit.choose, spans, device, histograms, wanted, prefixes, BITS=bits)
-        counts = torch.zeros((2, tiles[0]), dtype=torch.int64, device=device)
-        launch(jit.count_selected, tiles, device, *table, sizes, found, *counts, TILE=TILE)
-        before = self._place(counts, wanted)
-        launch(
-            *(jit.compact, tiles, device, self._x, *table, wanted, places, sizes, found, before),
-            *(self.targets, self.indices, self.values),
-            TILE=TILE,
-        )
+        return steps[0, -1], steps[1, -1]
 
-    def _place(self, counts: Tensor, quotas: Tensor) -> Tensor:
-        """Where each tile's selected elements go; returns the ties in its span before it."""
-        segments, (greater, ties) = self._segments, counts
-        sums = torch.nn.functional.pad(torch.cumsum(ties, 0), (1, 0))
-        before = sums[:-1] - sums[segments.span_tiles][segments.tile_spans]
-        left = (quotas[segments.tile_spans] - before).clamp(min=0)
-        self.selected = greater + torch.minimum(left, ties)
-        """``int64[tiles]``: how many are sent."""
-        sums = torch.nn.functional.pad(torch.cumsum(self.selected, 0), (1, 0))
-        pieces = sums[segments.piece_tiles]
-        self.counts = pieces[1:] - pieces[:-1]
-        """``int64[pieces]``."""
-        layers = sums[segments.layer_tiles]
-        self.layer_counts = layers[1:] - layers[:-1]
-        """``int64[L]``."""
-        inside = sums[:-1] - pieces[segments.tile_pieces]
-        self.targets = inside + segments.capacities[segments.tile_pieces]
-        """``int64[tiles]``: where they begin."""
-        return before
+    def _compact(self, thresholds: Tensor, quotas: Tensor) -> None:
+        """What reaches the thresholds, in order."""
+        segments, device, lists = self._segments, self._x.device, self._lists
+        tiles, source = segments.tiles.count, (self._table, segments.tiles.layers, thresholds)
+        counts = torch.empty((2, tiles), dtype=torch.int32, device=device)
+        launch(
+            *(jit.count_selected, (tiles,), device, *source, lists.values, lists.firsts, lists.found),
+            *(counts,),
+            num_warps=1,
+        )
+        sums = torch.cumsum(counts, 1, dtype=torch.int64)
+        ties_before, self.selected, self.targets = torch.empty(
+            (3, tiles), dtype=torch.int64, device=device
+        )
+        """``int64[tiles]``: how many are sent, and where they begin."""
+        sent = torch.empty(segments.pieces + segments.layers, dtype=torch.int64, device=device)
+        self.counts, self.layer_counts = sent.split([segments.pieces, segments.layers])
+        """``int64[pieces]`` and ``int64[L]``."""
+        most = max(tiles, segments.pieces, segments.layers)
+        launch(
+            *(jit.place, (-(-most // _PLACED),), device, sums, quotas, *segments.owners, ties_before),
+            *(self.selected, self.targets, self.counts, self.layer_counts, segments.sizes),
+            SIZE=_PLACED,
+        )
+        launch(
+            *(jit.compact, (tiles,), device, *source, quotas, *lists, ties_before, self.targets),
+            *(self.indices, self.values),
+            num_warps=1,
+        )
 
     def sent_energies(self) -> Tensor:
         """Of each tile, once ``values`` are what is decoded."""
-        energies = torch.zeros_like(self.energies)
         launch(
             *(jit.energy_of_selected, (self._segments.tiles.count,), self._x.device, self.values),
-            *(self.targets, self.selected, energies),
+            *(self.targets, self.selected, self._sent_energies),
+            num_warps=1,
+        )
+        return self._sent_energies
+
+    def take_back(self) -> None:
+        """Subtract the gradients of layers that are not finite, where they have been added."""
+        if self._grads is None:
+            return
+        launch(
+            *(jit.take_back, (self._segments.tiles.count,), self._x.device, self._x, self._table),
+            *(self._segments.tiles.layers, self.nonfinite, self._lists.found),
+            GRADS=gradient_code(self._grads),
             TILE=TILE,
         )
-        return energies
+
+
+class _Lists(NamedTuple):
+    """Candidates, and where those of each tile are."""
+
+    places: Tensor
+    values: Tensor
+    firsts: Tensor
+    found: Tensor
+
+    @classmethod
+    def of(cls, numel: int, tiles: int, device: torch.device) -> _Lists:
+        """Room for all elements, of which most is never touched."""
+        return cls(
+            torch.empty(numel, dtype=torch.int32, device=device),
+            torch.empty(numel, dtype=torch.float32, device=device),
+            torch.empty(tiles, dtype=torch.int64, device=device),
+            torch.empty(tiles, dtype=torch.int32, device=device),
+        )
+
+
+def _zeros(*shapes: int | tuple[int, int], device: torch.device) -> list[Tensor]:
+    """Tensors of int32 zeros, by one fill."""
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    parts = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -149,7 +149,9 @@ def _read(
     ]
     found = read_back(torch.cat([torch.cat(columns, 1).view(-1), ends.double()]))  # exact to 2^53
     stats, places = found[: 4 * layers].reshape(layers, 4), found[4 * layers :].astype(np.int64)
-    stats[stats[:, 3] != 0, :3] = 0
+    if stats[:, 3].any():
+        stats[stats[:, 3] != 0, :3] = 0
+        selection.take_back()
     return data[: places[0]], stats, places[1:]
 
 
@@ -277,8 +279,8 @@ def _raise_damage(
 ) -> None:
     """The reference's WireError for bodies of which one was found damaged."""
     for body in bodies:
-        outs = [torch.zeros(numel, device=body.device) for numel in numels]
-        reference.decompress_add_(body, outs, 1.0, values, whole)
+        outs = [torch.zeros(numel) for numel in numels]
+        reference.decompress_add_(body.cpu(), outs, 1.0, values, whole)  # many small steps
     raise RuntimeError("a body that decodes was found damaged: please report this with the body")
 
 
@@ -333,8 +335,7 @@ def recompress_(
     cuts = edges[[0, -1]] if whole else edges
     most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
     segments = Segments(edges, cuts, most, whole, x.device)  # not kept: sizes are those of this step
-    selection = Selection(old, segments, None)
-    selection.nonfinite.copy_(upload(marks.astype(np.int64), x.device))
+    selection = Selection(old, segments, None, np.asarray(marks, np.int64))
     selection.run(counts, floors, rule)
     spans = offsets[[0, -1]] if whole else offsets
     data, ends = _encode(

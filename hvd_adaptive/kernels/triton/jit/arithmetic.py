@@ -32,18 +32,18 @@ BF16_GRADIENT = tl.constexpr(3)
 
 
 @triton.jit
-def load_gradient(address, e, mask, GRADS: tl.constexpr):
-    """Elements of a gradient, as float32, which holds all that the narrower types do; 0 elsewhere."""
+def load_gradient(address, first, i, mask, GRADS: tl.constexpr):
+    """Elements ``first + i`` of a gradient, as float32, which holds all narrower types; 0 elsewhere."""
     if GRADS == FP16_GRADIENT:
-        place = address.to(tl.pointer_type(tl.float16)) + e
-        grad = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        place = address.to(tl.pointer_type(tl.float16)) + first
+        grad = tl.load(place + i, mask=mask, other=0.0).to(tl.float32)
     elif GRADS == BF16_GRADIENT:
-        place = address.to(tl.pointer_type(tl.int16)) + e
-        word = tl.load(place, mask=mask, other=0).to(tl.int32) << 16
+        place = address.to(tl.pointer_type(tl.int16)) + first
+        word = tl.load(place + i, mask=mask, other=0).to(tl.int32) << 16
         grad = word.to(tl.float32, bitcast=True)
     else:
-        place = address.to(tl.pointer_type(tl.float32)) + e
-        grad = tl.load(place, mask=mask, other=0.0)
+        place = address.to(tl.pointer_type(tl.float32)) + first
+        grad = tl.load(place + i, mask=mask, other=0.0)
     return grad
 
 
@@ -114,15 +114,26 @@ def power_of_three(digit):
 
 
 @triton.jit
-def load_codes(data, e, bits, alphabet, mask):
-    """Packed codes by number; ``alphabet`` or more where a byte of base 3 holds no five digits."""
+def load_codes(data, first, i, bits, alphabet, mask):
+    """Packed codes ``first + i``; ``alphabet`` or more where a byte of base 3 holds no five digits.
+
+    Args:
+        data: the codes of a layer.
+        first: a number, of a tile's first code.
+        i: from there on, int32.
+        bits: of a code.
+        alphabet: levels; of 3 codes are packed in base 3.
+        mask: which codes there are.
+    """
     if alphabet == 3:
-        byte = tl.load(data + e // 5, mask=mask, other=0).to(tl.int32)
-        digits = byte // power_of_three((e % 5).to(tl.int32)) % 3
+        i += (first % 5).to(tl.int32)
+        byte = tl.load(data + first // 5 + i // 5, mask=mask, other=0).to(tl.int32)
+        digits = byte // power_of_three(i % 5) % 3
         codes = tl.where(byte < 243, digits, 255)
     else:
-        place = e * bits
-        shift = (place & 7).to(tl.int32)
+        place = (first * bits & 7).to(tl.int32) + i * bits
+        data += first * bits >> 3
+        shift = place & 7
         low = tl.load(data + (place >> 3), mask=mask, other=0).to(tl.int32)
         more = mask & (shift + bits > 8)
         high = tl.load(data + (place >> 3) + 1, mask=more, other=0).to(tl.int32)

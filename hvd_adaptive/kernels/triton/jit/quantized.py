@@ -46,29 +46,39 @@ SIGN = tl.constexpr(int(Rounding.sign))
 
 FIELDS = tl.constexpr(10)
 """Columns of the table of layers."""
-PLACES = tl.constexpr(4)
-"""Columns of what :func:`walk` finds: first norm, first code, bits, what is wrong."""
+BODY_FIELDS = tl.constexpr(5)
+"""Columns of the table of bodies: address, first byte, bytes, addresses of levels and of alphabets."""
+PLACES = tl.constexpr(6)
+"""Columns of what :func:`walk` finds.
+
+Addresses of the first norm, the first code and the levels; bits, how many levels, what is wrong.
+"""
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
+"""The least float32 that has all its bits: 2^-126."""
 
 
 @triton.jit
 def places_of(numel, tile, BLOCK: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr):
-    """(block of each row, element of each place, which places there are) of a layer's tile."""
-    block = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """(block of each row, first element, places from there on, which of them there are) of a tile."""
+    rows = tl.arange(0, ROWS)
+    first = tile.to(tl.int64) * (ROWS * BLOCK)
     column = tl.arange(0, 1 << LOG)
-    e = block[:, None] * BLOCK + column[None, :]
-    return block, e, (column < BLOCK)[None, :] & (e < numel)
+    i = rows[:, None] * BLOCK + column[None, :]
+    # a tile has at most 2^16 elements
+    left = tl.minimum(numel - first, ROWS * BLOCK).to(tl.int32)
+    return tile.to(tl.int64) * ROWS + rows, first, i, (column < BLOCK)[None, :] & (i < left)
 
 
 @triton.jit
-def load_sum(x, row, offset, e, mask, GRADS: tl.constexpr):
+def load_sum(x, row, first, i, mask, GRADS: tl.constexpr):
     """What a layer holds, its gradient added; 0 elsewhere."""
-    total = tl.load(x + offset + e, mask=mask, other=0.0)
+    total = tl.load(x + (tl.load(row) + first) + i, mask=mask, other=0.0)
     if GRADS:
-        total = total + load_gradient(tl.load(row + 2), e, mask, GRADS)
+        total = total + load_gradient(tl.load(row + 2), first, i, mask, GRADS)
     return total
 
 
-@triton.jit
+@entry
 def find_nonfinite(
     x,
     table,
@@ -83,37 +93,59 @@ def find_nonfinite(
     tile = tl.program_id(0)
     layer = tl.load(tile_layers + tile)
     row = table + layer * FIELDS
-    offset, numel = tl.load(row), tl.load(row + 1)
-    _, e, mask = places_of(numel, tile - tl.load(row + 9), BLOCK, ROWS, LOG)
-    total = load_sum(x, row, offset, e, mask, GRADS)
+    _, first, i, mask = places_of(tl.load(row + 1), tile - tl.load(row + 9), BLOCK, ROWS, LOG)
+    total = load_sum(x, row, first, i, mask, GRADS)
     top = tl.max(tl.max(magnitude_bits(total), 1), 0)
     tl.store(bad + layer, 1, mask=top >= INF)
+
+
+@triton.jit
+def norm_of(total, sizes, top, clip, NORM: tl.constexpr):
+    """The norm that a sum over a row makes; it never falls where the sum rises."""
+    if NORM == L2:
+        norm = tl.minimum(tl.sqrt(total), LARGEST_NORM).to(tl.float32)
+    elif NORM == CLIPPED:
+        mean = total / tl.maximum(sizes, 1).to(tl.float64)
+        limit = tl.minimum(clip * tl.sqrt(mean), LARGEST_NORM).to(tl.float32)
+        norm = tl.minimum(top.to(tl.float32, bitcast=True), limit)
+    else:
+        norm = (total / tl.maximum(sizes, 1).to(tl.float64)).to(tl.float32)
+    return norm
+
+
+@triton.jit
+def summed_norm(parts, sizes, top, clip, NORM: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr):
+    """The norm of the sum of each row, float64 and not negative, in the order that the format fixes.
+
+    A sum in any order is off by so little that it seldom makes another float32; only where it may are
+    the halves added up.
+    """
+    total = tl.sum(parts, 1)
+    error = (1 << LOG) * 2.3e-16  # twice what a rounding is off, for each element
+    norm = norm_of(total * (1.0 - error), sizes, top, clip, NORM)
+    other = norm_of(total * (1.0 + error), sizes, top, clip, NORM)
+    if tl.max((norm != other).to(tl.int32), 0) > 0:
+        norm = norm_of(halved_totals(parts, ROWS, LOG), sizes, top, clip, NORM)
+    return norm
 
 
 @triton.jit
 def norms_of(rows, sizes, clip, NORM: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr):
     """The norms of each row; both are the same where a block has one."""
     wide = rows.to(tl.float64)
+    top = tl.max(magnitude_bits(rows), 1)
     if NORM == SIDES:
         below = tl.sum((rows < 0).to(tl.int32), 1)
-        minus = halved_totals(tl.where(wide < 0, -wide, 0.0), ROWS, LOG)
-        plus = halved_totals(tl.where(wide > 0, wide, 0.0), ROWS, LOG)
-        first = (minus / tl.maximum(below, 1).to(tl.float64)).to(tl.float32)
-        second = (plus / tl.maximum(sizes - below, 1).to(tl.float64)).to(tl.float32)
+        minus, plus = tl.where(wide < 0, -wide, 0.0), tl.where(wide > 0, wide, 0.0)
+        first = summed_norm(minus, below, top, clip, MEAN, ROWS, LOG)
+        second = summed_norm(plus, sizes - below, top, clip, MEAN, ROWS, LOG)
     else:
-        top = tl.max(magnitude_bits(rows), 1)
-        if NORM == L2:
-            root = tl.sqrt(halved_totals(wide * wide, ROWS, LOG))
-            first = tl.minimum(root, LARGEST_NORM).to(tl.float32)
+        if (NORM == L2) | (NORM == CLIPPED):
+            first = summed_norm(wide * wide, sizes, top, clip, NORM, ROWS, LOG)
+        elif NORM == MEAN:
+            first = summed_norm(tl.abs(wide), sizes, top, clip, NORM, ROWS, LOG)
         elif NORM == POWER:
             first = ((top + 0x7FFFFF) & INF).to(tl.float32, bitcast=True)
-        elif NORM == CLIPPED:
-            mean = halved_totals(wide * wide, ROWS, LOG) / tl.maximum(sizes, 1).to(tl.float64)
-            limit = tl.minimum(clip * tl.sqrt(mean), LARGEST_NORM).to(tl.float32)
-            first = tl.minimum(top.to(tl.float32, bitcast=True), limit)
-        elif NORM == MEAN:
-            total = halved_totals(tl.abs(wide), ROWS, LOG)
-            first = (total / tl.maximum(sizes, 1).to(tl.float64)).to(tl.float32)
         else:
             first = top.to(tl.float32, bitcast=True)
         first = tl.minimum(first, LARGEST_NORM)
@@ -123,9 +155,17 @@ def norms_of(rows, sizes, clip, NORM: tl.constexpr, ROWS: tl.constexpr, LOG: tl.
 
 @triton.jit
 def shares_of(rows, norms):
-    """Each row divided by its norm, in [-1, 1]."""
-    divisor = tl.where(norms > 0, norms, 1.0)[:, None]
-    shares = tl.div_rn(rows, tl.broadcast_to(divisor, rows.shape))
+    """Each row divided by its norm, in [-1, 1].
+
+    A quotient of two float32 is so far from the middle of two others that a float64 that is almost the
+    quotient rounds to it, unless it has lost bits; then the division is the slow one.
+    """
+    divisor = tl.where(norms > 0, norms, 1.0)
+    inverse = 1.0 / divisor.to(tl.float64)
+    shares = (rows.to(tl.float64) * inverse[:, None]).to(tl.float32)
+    tiny = (tl.abs(shares) < SMALLEST) & (rows != 0)
+    if tl.max(tl.max(tiny.to(tl.int32), 1), 0) > 0:
+        shares = tl.div_rn(rows, tl.broadcast_to(divisor[:, None], rows.shape))
     return tl.minimum(tl.maximum(shares, -1.0), 1.0)
 
 
@@ -145,18 +185,18 @@ def rounded(rows, shares, random, levels, count, ROUNDING: tl.constexpr):
     """The codes: one of the two levels around a share, so that the expectation is the share."""
     if ROUNDING == SIGN:
         codes = (rows >= 0).to(tl.int32)
-    else:
+    elif ROUNDING == UNIFORM:
+        # one bit has no zero: its levels are -1 and 1
         top = (count - 1) // 2
-        if (ROUNDING == UNIFORM) & (top > 0):
-            scaled = shares * top.to(tl.float32)
-            whole = scaled.to(tl.int32)  # towards zero: the library's floor flushes denormals
-            whole = tl.where(whole.to(tl.float32) > scaled, whole - 1, whole)
-            codes = whole + top + (random < scaled - whole.to(tl.float32)).to(tl.int32)
-        else:
-            lower = lower_levels(levels, count, shares)
-            first, second = tl.load(levels + lower), tl.load(levels + lower + 1)
-            part = tl.div_rn(shares - first, second - first)
-            codes = lower + (random < part).to(tl.int32)
+        scaled = tl.where(top > 0, shares * top.to(tl.float32), (shares + 1.0) * 0.5)
+        whole = scaled.to(tl.int32)  # towards zero: the library's floor flushes denormals
+        whole = tl.where(whole.to(tl.float32) > scaled, whole - 1, whole)
+        codes = whole + top + (random < scaled - whole.to(tl.float32)).to(tl.int32)
+    else:
+        lower = lower_levels(levels, count, shares)
+        first, second = tl.load(levels + lower), tl.load(levels + lower + 1)
+        part = tl.div_rn(shares - first, second - first)
+        codes = lower + (random < part).to(tl.int32)
     return codes
 
 
@@ -168,6 +208,28 @@ def decoded(codes, first, second, levels, mask, NORM: tl.constexpr):
     else:
         values = tl.load(levels + codes, mask=mask, other=0.0) * first[:, None]
     return values
+
+
+@triton.jit
+def store_packed(place, first, codes, bits, numel, SIZE: tl.constexpr):
+    """The codes of a tile at their width; ``first`` is a multiple of 8, so 8 codes are whole bytes.
+
+    Args:
+        place: of the layer's first code.
+        first: number of the tile's first code.
+        codes: of any shape; 0 where there is none.
+        bits: of a code.
+        numel: codes of the layer.
+        SIZE: of the tile.
+    """
+    j = tl.arange(0, 8)
+    groups = tl.reshape(codes, (SIZE // 8, 8)).to(tl.int64)
+    words = tl.sum(groups << (bits * j)[None, :], 1)
+    byte = tl.arange(0, SIZE // 8)[:, None] * bits + j[None, :]
+    done = first * bits >> 3
+    left = tl.minimum((numel * bits + 7 >> 3) - done, SIZE).to(tl.int32)
+    there = (j[None, :] < bits) & (byte < left)
+    tl.store(place + done + byte, ((words[:, None] >> (8 * j)[None, :]) & 255).to(tl.uint8), mask=there)
 
 
 @entry
@@ -186,40 +248,53 @@ def quantize(
     GRADS: tl.constexpr,
     NORM: tl.constexpr,
     ROUNDING: tl.constexpr,
+    PACKS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LOG: tl.constexpr,
 ):
-    """Headers and norms of finite layers into ``body``, their codes as bytes, remainders into ``x``."""
-    tile = tl.program_id(0)
+    """Headers and norms of finite layers into ``body``, remainders into ``x``, and the codes.
+
+    They go into ``body`` where ``PACKS``, but for those of base 3; else into ``codes``, a byte each.
+    The last tiles come first: what the search for NaN has read last is still in the cache.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     layer = tl.load(tile_layers + tile)
     row = table + layer * FIELDS
-    offset, numel, bits = tl.load(row), tl.load(row + 1), tl.load(row + 7).to(tl.int32)
+    numel, bits = tl.load(row + 1), tl.load(row + 7).to(tl.int32)
     start, first_tile = tl.load(starts + layer), tl.load(row + 9)
     marked = tl.load(bad + layer) != 0
     header = tl.where(marked, NONFINITE, bits).to(tl.uint8)
     tl.store(body + start, header, mask=tile == first_tile)
     if not marked:
-        block, e, mask = places_of(numel, tile - first_tile, BLOCK, ROWS, LOG)
-        rows = load_sum(x, row, offset, e, mask, GRADS)
+        block, begin, i, mask = places_of(numel, tile - first_tile, BLOCK, ROWS, LOG)
+        rows = load_sum(x, row, begin, i, mask, GRADS)
         sizes = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
         first, second = norms_of(rows, sizes, clip, NORM, ROWS, LOG)
         place = body + start + 1
         exists = sizes > 0
+        blocks = (numel + BLOCK - 1) // BLOCK
         if NORM == SIDES:
             store_float(place + 8 * block, first, exists)
             store_float(place + 8 * block + 4, second, exists)
+            place += 8 * blocks
         else:
             store_float(place + 4 * block, first, exists)
-        words = random_words(e, tl.load(row + 3), tl.load(row + 4))
+            place += 4 * blocks
+        number = begin.to(tl.uint32) + i.to(tl.uint32)
+        words = random_words(number, tl.load(row + 3), tl.load(row + 4))
         words = (words ^ tl.load(row + 6).to(tl.uint32)) + tl.load(row + 5).to(tl.uint32)
         random = (words >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
         own = levels + bits * LEVELS
         count = tl.load(row + 8).to(tl.int32)
         found = rounded(rows, shares_of(rows, first), random, own, count, ROUNDING)
         values = decoded(found, first, second, own, mask, NORM)
-        tl.store(x + offset + e, rows - values, mask=mask)
-        tl.store(codes + (offset - origin) + e, found.to(tl.uint8), mask=mask)
+        offset = tl.load(row) + begin
+        tl.store(x + offset + i, rows - values, mask=mask)
+        if (count != 3) & PACKS:
+            store_packed(place, begin, tl.where(mask, found, 0), bits, numel, ROWS * BLOCK)
+        else:
+            tl.store(codes + (offset - origin) + i, found.to(tl.uint8), mask=mask)
         wide = rows.to(tl.float64)
         sent = tl.where(mask, values, 0.0).to(tl.float64)
         tl.store(energies + 2 * tile, tl.sum(tl.sum(wide * wide, 1), 0))
@@ -262,12 +337,14 @@ def pack(
 
 
 @entry
-def walk(bodies, alphabets, numels, norm_bytes, places, layers):
+def walk(bodies, numels, norm_bytes, places, layers):
     """Where the layers of each body lie; after the first damaged one all are."""
     number = tl.program_id(0)
-    data = tl.load(bodies + 3 * number).to(tl.pointer_type(tl.uint8))
-    position, size = tl.load(bodies + 3 * number + 1), tl.load(bodies + 3 * number + 2)
-    alphabets += number * 9
+    body = bodies + BODY_FIELDS * number
+    address, position, size = tl.load(body), tl.load(body + 1), tl.load(body + 2)
+    data = address.to(tl.pointer_type(tl.uint8))
+    levels = tl.load(body + 3)
+    alphabets = tl.load(body + 4).to(tl.pointer_type(tl.int64))
     wrong = position < 0
     for layer in range(layers):
         wrong = wrong | (position >= size)
@@ -282,25 +359,55 @@ def walk(bodies, alphabets, numels, norm_bytes, places, layers):
         position = tl.where(marked, norms, codes + packed)
         wrong = wrong | (position > size)
         row = places + (number * layers + layer) * PLACES
-        tl.store(row, norms)
-        tl.store(row + 1, codes)
-        tl.store(row + 2, bits.to(tl.int64))
-        tl.store(row + 3, wrong.to(tl.int64))
+        tl.store(row, address + norms)
+        tl.store(row + 1, address + codes)
+        tl.store(row + 2, levels + 4 * LEVELS * tl.where(marked, 0, bits))
+        tl.store(row + 3, bits.to(tl.int64))
+        tl.store(row + 4, count)
+        tl.store(row + 5, wrong.to(tl.int64))
     # a row of its own says whether bytes are left over
     row = places + (tl.num_programs(0) * layers + number) * PLACES
-    tl.store(row, (position != size).to(tl.int64))
+    tl.store(row + 5, (position != size).to(tl.int64))
+
+
+@triton.jit
+def load_norms(row, block, exists, NORM: tl.constexpr):
+    """The norms of each row; both are the same where a block has one."""
+    norms = tl.load(row).to(tl.pointer_type(tl.uint8))
+    if NORM == SIDES:
+        first = load_float(norms + 8 * block, exists)
+        second = load_float(norms + 8 * block + 4, exists)
+    else:
+        first = load_float(norms + 4 * block, exists)
+        second = first
+    return first, second
+
+
+@triton.jit
+def is_damaged(codes, found, first, second, mask, bits, count, numel):
+    """Whether a tile has an impossible norm or code, or its layer bits after the last code."""
+    top = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
+    damaged = tl.max(top, 0) >= INF  # so are negative ones, by their upper bit
+    damaged = damaged | (tl.max(tl.max(tl.where(mask, found, 0), 1), 0) >= count)
+    if count == 3:
+        rest, last = (numel % 5).to(tl.int32), numel // 5
+        byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
+        damaged = damaged | (byte // power_of_three(rest) > 0)
+    else:
+        rest, last = (numel * bits & 7).to(tl.int32), numel * bits >> 3
+        byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
+        damaged = damaged | ((byte >> rest) > 0)
+    return damaged
 
 
 @entry
 def find_damage(
-    bodies,
-    alphabets,
     numels,
     tile_layers,
     first_tiles,
     places,
     layers,
-    NORMS: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LOG: tl.constexpr,
@@ -309,37 +416,43 @@ def find_damage(
     tile, number = tl.program_id(0), tl.program_id(1)
     layer = tl.load(tile_layers + tile)
     row = places + (number * layers + layer) * PLACES
-    bits = tl.load(row + 2).to(tl.int32)
-    if (tl.load(row + 3) == 0) & (bits != NONFINITE):
-        data = tl.load(bodies + 3 * number).to(tl.pointer_type(tl.uint8))
+    bits = tl.load(row + 3).to(tl.int32)
+    if (tl.load(row + 5) == 0) & (bits != NONFINITE):
         numel = tl.load(numels + layer)
-        block, e, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
-        norms, exists = data + tl.load(row), block * BLOCK < numel
-        top = tl.zeros((ROWS,), tl.uint32)
-        for each in tl.static_range(NORMS):
-            norm = load_float(norms + 4 * (NORMS * block + each), exists)
-            top = tl.maximum(top, norm.to(tl.uint32, bitcast=True))
-        damaged = tl.max(top, 0) >= INF  # so are negative ones, by their upper bit
-        codes = data + tl.load(row + 1)
-        count = tl.load(alphabets + number * 9 + bits).to(tl.int32)
-        found = load_codes(codes, e, bits, count, mask)
-        damaged = damaged | (tl.max(tl.max(tl.where(mask, found, 0), 1), 0) >= count)
-        if count == 3:
-            rest, last = (numel % 5).to(tl.int32), numel // 5
-            byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
-            damaged = damaged | (byte // power_of_three(rest) > 0)
-        else:
-            rest, last = (numel * bits & 7).to(tl.int32), numel * bits >> 3
-            byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
-            damaged = damaged | ((byte >> rest) > 0)
-        tl.store(row + 3, 1, mask=damaged)
+        block, begin, i, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
+        first, second = load_norms(row, block, block * BLOCK < numel, NORM)
+        codes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+        count = tl.load(row + 4).to(tl.int32)
+        found = load_codes(codes, begin, i, bits, count, mask)
+        damaged = is_damaged(codes, found, first, second, mask, bits, count, numel)
+        tl.store(row + 5, 1, mask=damaged)
+
+
+@entry
+def conclude(places, findings, layers, count, SIZE: tl.constexpr):
+    """Of each layer its mark, then what is damaged at all, then the first damaged layer."""
+    first, damaged = layers + 0, layers * 0
+    for start in range(0, layers, SIZE):
+        layer = start + tl.arange(0, SIZE)
+        mask = layer < layers
+        wrong, marked = tl.zeros((SIZE,), tl.int64), tl.zeros((SIZE,), tl.int64)
+        for number in range(count):
+            row = places + (number * layers + layer) * PLACES
+            bits = tl.load(row + 3, mask=mask, other=0)
+            marked = tl.maximum(marked, (bits == NONFINITE).to(tl.int64))
+            wrong = tl.maximum(wrong, tl.load(row + 5, mask=mask, other=0))
+        tl.store(findings + layer, marked, mask=mask)
+        first = tl.minimum(first, tl.min(tl.where(wrong > 0, layer, layers), 0))
+        damaged = tl.maximum(damaged, tl.max(wrong, 0).to(tl.int32))
+    for number in range(count):
+        row = places + (count * layers + number) * PLACES
+        damaged = tl.maximum(damaged, tl.load(row + 5).to(tl.int32))
+    tl.store(findings + layers, damaged.to(tl.int64))
+    tl.store(findings + layers + 1, first.to(tl.int64))
 
 
 @entry
 def add_decoded(
-    bodies,
-    alphabets,
-    levels,
     numels,
     tile_layers,
     first_tiles,
@@ -357,37 +470,37 @@ def add_decoded(
 ):
     """Add ``scale`` times what the bodies hold, one after the other; or write the sum, of zeros on.
 
-    Layers from ``first_wrong`` on are left alone. One that is marked in a body becomes NaN.
+    Where it adds, layers from ``first_wrong`` on are left alone; where it writes, damage is looked for
+    as well. A layer that is marked in a body becomes NaN.
     """
     tile = tl.program_id(0)
     layer = tl.load(tile_layers + tile)
-    if layer < tl.load(first_wrong):
+    last = layers + 0
+    if ADDS:
+        last = tl.load(first_wrong).to(tl.int32)
+    if layer < last:
         numel = tl.load(numels + layer)
-        block, e, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
-        exists = block * BLOCK < numel
-        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + e
+        block, begin, i, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
+        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i
         if ADDS:
             total = tl.load(out, mask=mask, other=0.0)
         else:
             total = tl.zeros((ROWS, 1 << LOG), tl.float32)
         for number in range(count):
             row = places + (number * layers + layer) * PLACES
-            bits = tl.load(row + 2).to(tl.int32)
+            bits = tl.load(row + 3).to(tl.int32)
             if bits == NONFINITE:
                 total = tl.full((ROWS, 1 << LOG), float("nan"), tl.float32)
-            else:
-                data = tl.load(bodies + 3 * number).to(tl.pointer_type(tl.uint8))
-                norms = data + tl.load(row)
-                if NORM == SIDES:
-                    first = load_float(norms + 8 * block, exists)
-                    second = load_float(norms + 8 * block + 4, exists)
-                else:
-                    first = load_float(norms + 4 * block, exists)
-                    second = first
-                alphabet = tl.load(alphabets + number * 9 + bits).to(tl.int32)
-                codes = load_codes(data + tl.load(row + 1), e, bits, alphabet, mask)
-                own = levels + (number * 9 + bits) * LEVELS
-                total = total + scale * decoded(codes, first, second, own, mask, NORM)
+            elif tl.load(row + 5) == 0:
+                first, second = load_norms(row, block, block * BLOCK < numel, NORM)
+                codes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+                alphabet = tl.load(row + 4).to(tl.int32)
+                found = load_codes(codes, begin, i, bits, alphabet, mask)
+                own = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+                total = total + scale * decoded(found, first, second, own, mask, NORM)
+                if not ADDS:
+                    damaged = is_damaged(codes, found, first, second, mask, bits, alphabet, numel)
+                    tl.store(row + 5, 1, mask=damaged)
         tl.store(out, total, mask=mask)
 
 
@@ -415,6 +528,8 @@ def weigh_shares(
     beyond,
     clip,
     SQUARED: tl.constexpr,
+    COPIES: tl.constexpr,
+    BINS: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -422,8 +537,8 @@ def weigh_shares(
 ):
     """The histogram of ``|x| / norm``, and the squared error of what is above its norm."""
     tile = tl.program_id(0)
-    block, e, mask = places_of(numel, tile, BLOCK, ROWS, LOG)
-    rows = tl.load(x + e, mask=mask, other=0.0)
+    block, begin, i, mask = places_of(numel, tile, BLOCK, ROWS, LOG)
+    rows = tl.load(x + begin + i, mask=mask, other=0.0)
     sizes = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
     norms, _ = norms_of(rows, sizes, clip, NORM, ROWS, LOG)
     shares = magnitude_bits(shares_of(rows, norms)) >> WEIGHT_SHIFT
@@ -433,6 +548,7 @@ def weigh_shares(
     else:
         worth = tl.full((ROWS,), 1.0, tl.float64)
     worth = tl.broadcast_to(worth[:, None], rows.shape)
+    weights += tile % COPIES * BINS  # or all programs would wait for the same words
     tl.atomic_add(weights + shares, worth, mask=mask, sem="relaxed")
     over = tl.abs(rows).to(tl.float64) - wide[:, None]
     over = tl.where(mask & (over > 0), over, 0.0)

@@ -36,7 +36,7 @@ def find_largest(
     mask = e < tl.load(numels + layer)
     _, total = load_layer(layers, layer, e, mask)
     if GRADS:
-        total = total + load_gradient(tl.load(grads + layer), e, mask, GRADS)
+        total = total + load_gradient(tl.load(grads + layer), 0, e, mask, GRADS)
     tl.atomic_max(tops + layer, tl.max(magnitude_bits(total), 0), sem="relaxed")
 
 
@@ -87,5 +87,5 @@ def rotate(
         top = tl.load(tops + layer).to(tl.float32, bitcast=True)
         if top <= LARGEST_ROTATED:
             if OTHERS:
-                rows = rows + load_gradient(tl.load(others + layer), e, mask, OTHERS)
+                rows = rows + load_gradient(tl.load(others + layer), 0, e, mask, OTHERS)
             tl.store(place, butterflies(rows * signs, ROWS, LOG), mask=mask)

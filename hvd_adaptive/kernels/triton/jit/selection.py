@@ -1,9 +1,9 @@
-"""Exactly the largest elements: a histogram of exponents, then of the bits below, of what is left.
+"""Exactly the largest elements: candidates by a sampled threshold, then three histograms of these.
 
 A program has a *tile* of one segment, which is a part of a layer that goes to one receiver. Rows of the
-table of segments are described in :mod:`hvd_adaptive.kernels.triton.selecting`. Candidates, all that
-share the threshold's exponent or have a higher one, are written down in the tile's own part of
-``places`` and ``sizes``, so that their order is that of their indices without a scan.
+table of segments, and of what is known of spans, are described in
+:mod:`hvd_adaptive.kernels.triton.selecting`. The candidates of a tile stand side by side, in order, in
+its span's part of a list; the tiles stand there as they came, and ``firsts`` says where.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -11,201 +11,387 @@ share the threshold's exponent or have a higher one, are written down in the til
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import load_gradient, magnitude_bits
+from hvd_adaptive.kernels.triton.jit.arithmetic import INF, load_gradient, magnitude_bits
 
 FIELDS = tl.constexpr(8)
 """Columns of the table of segments."""
-BINS = tl.constexpr(256)
-"""Of one histogram: exponents, or eight bits of the mantissa."""
-EXPONENT = tl.constexpr(23)
-PART = tl.constexpr(512)
+SPAN_FIELDS = tl.constexpr(4)
+"""Of what is asked of spans: elements to send, a floor or -1, sample to reach, place of the list."""
+BINS = tl.constexpr(2048)
+"""Of one histogram of up to 11 bits."""
+SAMPLE = tl.constexpr(128)
+"""Elements that are looked at of each tile to foresee the threshold."""
+SAMPLE_BINS = tl.constexpr(256)
+SAMPLE_SHIFT = tl.constexpr(21)
+"""A bin of the sample has a quarter of an octave."""
+LOWEST_BIN = tl.constexpr(4 * (127 - 52))
+"""Of the sample: 2^-52. What is smaller is in the first bin, what is 4096 or more in the last."""
+PART = tl.constexpr(1024)
 """Candidates that are looked at together."""
+FEW = tl.constexpr(128)
+"""Candidates of a tile that are looked at together."""
 
 
 @triton.jit
 def load_tile(x, row, tile, GRADS: tl.constexpr, TILE: tl.constexpr):
     """(element of each place, which places there are, what they hold with the gradient added)."""
-    e = (tile - tl.load(row + 3)) * TILE + tl.arange(0, TILE)
-    mask = e < tl.load(row + 1)
-    total = tl.load(x + tl.load(row) + e, mask=mask, other=0.0)
+    first = (tile - tl.load(row + 3)) * TILE
+    i = tl.arange(0, TILE)
+    mask = i < tl.load(row + 1) - first
+    total = tl.load(x + tl.load(row) + first + i, mask=mask, other=0.0)
     if GRADS:
-        total = total + load_gradient(tl.load(row + 2), e, mask, GRADS)
-    return e, mask, total
+        total = total + load_gradient(tl.load(row + 2), first, i, mask, GRADS)
+    return first + i, mask, total
 
 
 @triton.jit
-def measure(
+def is_last(tickets, programs):
+    """Whether all others of so many programs have been here: it may read what they added up."""
+    tl.debug_barrier()
+    return tl.atomic_add(tickets, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit
+def bin_of(counts, left, SIZE: tl.constexpr):
+    """The bin of the element that is the last of ``left``, and how many are above it.
+
+    Args:
+        counts: of the bins, the highest first.
+        left: elements; of none the highest bin is chosen.
+    """
+    above = tl.cumsum(counts, 0) < left  # the whole bin is wanted, and more
+    number = SIZE - 1 - tl.sum(above.to(tl.int32), 0)
+    return number, tl.sum(tl.where(above, counts, 0), 0)
+
+
+@triton.jit
+def sample(
     x,
     table,
     tile_segments,
-    floors,
+    asked,
+    span_tiles,
     histograms,
-    nonzeros,
-    reaching,
-    bad,
-    energies,
+    tickets,
+    floors,
     GRADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """First pass: exponents, how many are not zero, how many reach the floor, and the energy."""
+    """Foresee of each span how large its candidates are; bits of a magnitude, 1 or more."""
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
-    _, mask, total = load_tile(x, row, tile, GRADS, TILE)
     span = tl.load(row + 5)
-    size = magnitude_bits(total)  # 0 where there is no element
-    counts = tl.histogram(size >> EXPONENT, BINS, mask=mask)
-    bins = tl.arange(0, BINS)
-    tl.atomic_add(histograms + span * BINS + bins, counts, mask=counts > 0, sem="relaxed")
-    tl.atomic_add(nonzeros + span, tl.sum((size > 0).to(tl.int64), 0), sem="relaxed")
-    reached = (size >= tl.load(floors + span).to(tl.int32)).to(tl.int64)
-    tl.atomic_add(reaching + span, tl.sum(reached, 0), sem="relaxed")
-    nonfinite = tl.max(size, 0) >> EXPONENT == 255
-    tl.store(bad + tl.load(row + 4), 1, mask=nonfinite)
-    wide = total.to(tl.float64)
-    tl.store(energies + tile, tl.sum(wide * wide, 0))
+    given = tl.load(asked + span * SPAN_FIELDS + 1)
+    first = (tile - tl.load(row + 3)) * TILE
+    # a tile is not sampled where it begins: rows of a matrix may, and their first elements are alike
+    size = tl.minimum(tl.load(row + 1) - first, TILE)
+    skipped = (size - tl.minimum(size, SAMPLE)) * (tile % 7) // 7
+    first += skipped
+    i = tl.arange(0, SAMPLE)
+    mask = i < tl.where(given < 0, tl.load(row + 1) - first, 0)
+    total = tl.load(x + tl.load(row) + first + i, mask=mask, other=0.0)
+    if GRADS:
+        total = total + load_gradient(tl.load(row + 2), first, i, mask, GRADS)
+    quarter = (magnitude_bits(total) >> SAMPLE_SHIFT) - LOWEST_BIN
+    quarter = tl.minimum(tl.maximum(quarter, 0), SAMPLE_BINS - 1)
+    counts = tl.histogram(quarter, SAMPLE_BINS, mask=mask)
+    bins = histograms + span * BINS
+    tl.atomic_add(bins + tl.arange(0, SAMPLE_BINS), counts, mask=counts > 0, sem="relaxed")
+    tiles = tl.load(span_tiles + span + 1) - tl.load(span_tiles + span)
+    if is_last(tickets + span, tiles):
+        place = bins + (SAMPLE_BINS - 1 - tl.arange(0, SAMPLE_BINS))
+        needed = tl.load(asked + span * SPAN_FIELDS + 2).to(tl.int32)
+        number, _ = bin_of(tl.load(place, cache_modifier=".cg"), needed, SAMPLE_BINS)
+        floor = tl.where(number > 0, (number + LOWEST_BIN) << SAMPLE_SHIFT, 1)
+        tl.store(floors + span, tl.where(given < 0, floor, tl.maximum(given.to(tl.int32), 1)))
+        tl.store(place, tl.zeros((SAMPLE_BINS,), tl.int32))
+        tl.store(tickets + span, 0)
 
 
 @triton.jit
-def choose(histograms, wanted, prefixes, BITS: tl.constexpr):
-    """The bin of the element that is the last one wanted, and how many of that bin are.
-
-    Clears the histogram for the next ones. Of nothing wanted the highest bin is chosen.
-    """
-    span = tl.program_id(0)
-    bins = histograms + span * BINS + (BINS - 1 - tl.arange(0, BINS))
-    counts = tl.load(bins)
-    left = tl.load(wanted + span)
-    above = tl.cumsum(counts, 0) < left  # the whole bin is wanted, and more
-    number = BINS - 1 - tl.sum(above.to(tl.int32), 0)
-    number = tl.minimum(number, (1 << BITS) - 1)
-    left = left - tl.sum(tl.where(above, counts, 0).to(tl.int64), 0)
-    tl.store(wanted + span, left)
-    tl.store(prefixes + span, (tl.load(prefixes + span) << BITS) | number)
-    tl.store(bins, tl.zeros((BINS,), tl.int32))
+def write_candidates(e, total, kept, span, tile, asked, listed, places, values, firsts, found):
+    """The elements of a tile that may be sent, into the list of its span."""
+    ranks = tl.cumsum(kept.to(tl.int32), 0)
+    count = tl.max(ranks, 0)
+    first = tl.load(asked + span * SPAN_FIELDS + 3)
+    first = first + tl.atomic_add(listed + span, count, sem="relaxed").to(tl.int64)
+    tl.store(places + first + ranks - 1, e.to(tl.int32), mask=kept)
+    tl.store(values + first + ranks - 1, total, mask=kept)
+    tl.store(firsts + tile, first)
+    tl.store(found + tile, count)
 
 
 @triton.jit
-def split(
+def sift(
     x,
     table,
     tile_segments,
-    prefixes,
+    asked,
+    floors,
     bad,
+    wrong,
+    energies,
+    listed,
     places,
-    sizes,
+    values,
+    firsts,
     found,
     GRADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Second pass: the sums into ``x``, and candidates into the tile's part of the lists."""
+    """The pass over the gradients: the sums into ``x``, and candidates into the lists.
+
+    A tile with a NaN or an Inf is left as it is, and marks its layer.
+    """
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
-    if tl.load(bad + tl.load(row + 4)) == 0:
-        e, mask, total = load_tile(x, row, tile, GRADS, TILE)
+    span = tl.load(row + 5)
+    e, mask, total = load_tile(x, row, tile, GRADS, TILE)
+    size = magnitude_bits(total)  # 0 where there is no element
+    if tl.max(size, 0) >= INF:
+        tl.store(bad + tl.load(row + 4), 1)
+        tl.store(wrong + span, 1)
+        tl.store(found + tile, -1)
+    else:
         if GRADS:
             tl.store(x + tl.load(row) + e, total, mask=mask)
-        size = magnitude_bits(total)
-        floor = tl.maximum(tl.load(prefixes + tl.load(row + 5)).to(tl.int32) << EXPONENT, 1)
-        kept = size >= floor
-        rank = tl.cumsum(kept.to(tl.int32), 0) - 1
-        own = tile.to(tl.int64) * TILE
-        tl.store(places + own + rank, e.to(tl.int32), mask=kept)
-        tl.store(sizes + own + rank, size, mask=kept)
-        tl.store(found + tile, tl.sum(kept.to(tl.int32), 0))
-    else:
-        tl.store(found + tile, 0)
+        kept = size >= tl.load(floors + span)
+        write_candidates(e, total, kept, span, tile, asked, listed, places, values, firsts, found)
+        wide = total.to(tl.float64)
+        tl.store(energies + tile, tl.sum(wide * wide, 0))
+
+
+@triton.jit
+def is_short(asked, floors, listed, span):
+    """Whether a sample promised more candidates than there are."""
+    row = asked + span * SPAN_FIELDS
+    sampled = (tl.load(row + 1) < 0) & (tl.load(floors + span) > 1)
+    return sampled & (tl.load(listed + span) < tl.load(row))
+
+
+@triton.jit
+def sift_again(
+    x,
+    table,
+    tile_segments,
+    asked,
+    floors,
+    listed,
+    listed_again,
+    places,
+    values,
+    firsts,
+    found,
+    TILE: tl.constexpr,
+):
+    """Of spans with too few candidates: all elements but zeros."""
+    tile = tl.program_id(0)
+    row = table + tl.load(tile_segments + tile) * FIELDS
+    span = tl.load(row + 5)
+    if is_short(asked, floors, listed, span) & (tl.load(found + tile) >= 0):
+        e, _, total = load_tile(x, row, tile, 0, TILE)
+        kept = magnitude_bits(total) > 0
+        write_candidates(e, total, kept, span, tile, asked, listed_again, places, values, firsts, found)
 
 
 @triton.jit
 def refine(
-    table,
-    tile_segments,
-    prefixes,
-    sizes,
-    found,
+    part_spans,
+    part_numbers,
+    span_parts,
+    asked,
+    floors,
+    wrong,
+    listed,
+    listed_again,
+    values,
     histograms,
+    tickets,
+    prefixes,
+    quotas,
     SHIFT: tl.constexpr,
     BITS: tl.constexpr,
-    TILE: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
-    """Of candidates whose upper bits are the threshold's: a histogram of the next bits."""
-    tile = tl.program_id(0)
-    span = tl.load(table + tl.load(tile_segments + tile) * FIELDS + 5)
-    count = tl.load(found + tile)
-    prefix = tl.load(prefixes + span).to(tl.int32)
-    own = sizes + tile.to(tl.int64) * TILE
+    """The next bits of the threshold: a histogram of candidates that share those before.
+
+    ``prefixes`` and ``quotas`` have a row for each step: what is known of the threshold, and how many
+    of the candidates that have it so far are sent.
+    """
+    part = tl.program_id(0)
+    span = tl.load(part_spans + part)
+    spans, parts = tl.load(span_parts), tl.load(span_parts + 1 + span)
+    row = asked + span * SPAN_FIELDS
+    short = is_short(asked, floors, listed, span)
+    count = tl.where(short, tl.load(listed_again + span), tl.load(listed + span))
+    if FIRST:
+        prefix = count * 0
+        left = tl.minimum(tl.load(row), count.to(tl.int64))
+        left = tl.where(tl.load(wrong + span) > 0, 0, left).to(tl.int32)
+    else:
+        prefix, left = tl.load(prefixes + span), tl.load(quotas + span)
+    own = values + tl.load(row + 3)
     counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, count, PART):
+    for start in range(tl.load(part_numbers + part) * PART, count, parts * PART):
         i = start + tl.arange(0, PART)
-        size = tl.load(own + i, mask=i < count, other=-1)
-        inside = size >> (SHIFT + BITS) == prefix
+        size = magnitude_bits(tl.load(own + i, mask=i < count, other=0.0))
+        inside = i < count
+        if not FIRST:
+            inside = inside & (size >> (SHIFT + BITS) == prefix)
         counts += tl.histogram((size >> SHIFT) & ((1 << BITS) - 1), BINS, mask=inside)
-    bins = tl.arange(0, BINS)
-    tl.atomic_add(histograms + span * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+    bins = histograms + span * BINS
+    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+    if is_last(tickets + span, parts):
+        place = bins + (BINS - 1 - tl.arange(0, BINS))
+        number, above = bin_of(tl.load(place, cache_modifier=".cg"), left, BINS)
+        number = tl.minimum(number, (1 << BITS) - 1)
+        tl.store(prefixes + spans + span, (prefix << BITS) | number)
+        tl.store(quotas + spans + span, left - above)
+        tl.store(place, tl.zeros((BINS,), tl.int32))
+        tl.store(tickets + span, 0)
 
 
 @triton.jit
-def count_selected(table, tile_segments, prefixes, sizes, found, greater, ties, TILE: tl.constexpr):
+def count_selected(table, tile_segments, thresholds, values, firsts, found, counts):
     """How many candidates of a tile are above the threshold, and how many on it."""
-    tile = tl.program_id(0)
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
     span = tl.load(table + tl.load(tile_segments + tile) * FIELDS + 5)
-    count = tl.load(found + tile)
-    threshold = tl.load(prefixes + span).to(tl.int32)
-    own = sizes + tile.to(tl.int64) * TILE
-    above, on = tl.zeros((PART,), tl.int32), tl.zeros((PART,), tl.int32)
-    for start in range(0, count, PART):
-        i = start + tl.arange(0, PART)
-        size = tl.load(own + i, mask=i < count, other=-1)
+    count, first = tl.load(found + tile), tl.load(firsts + tile)
+    threshold = tl.load(thresholds + span)
+    above, on = tl.zeros((FEW,), tl.int32), tl.zeros((FEW,), tl.int32)
+    for start in range(0, count, FEW):
+        i = start + tl.arange(0, FEW)
+        size = magnitude_bits(tl.load(values + first + i, mask=i < count, other=0.0))
+        size = tl.where(i < count, size, -1)
         above += (size > threshold).to(tl.int32)
         on += (size == threshold).to(tl.int32)
-    tl.store(greater + tile, tl.sum(above, 0).to(tl.int64))
-    tl.store(ties + tile, tl.sum(on, 0).to(tl.int64))
+    tl.store(counts + tile, tl.sum(above, 0))
+    tl.store(counts + tiles + tile, tl.sum(on, 0))
+
+
+@triton.jit
+def sent_before(sums, tiles, tile, first, quota, mask):
+    """Elements of a span that are sent of its tiles before one; ``sums`` are up to and with a tile."""
+    greater = tl.load(sums + tile - 1, mask=mask & (tile > 0), other=0)
+    greater -= tl.load(sums + first - 1, mask=mask & (first > 0), other=0)
+    ties = tl.load(sums + tiles + tile - 1, mask=mask & (tile > 0), other=0)
+    ties -= tl.load(sums + tiles + first - 1, mask=mask & (first > 0), other=0)
+    return greater + tl.minimum(ties, quota), ties
+
+
+@triton.jit
+def sent_between(sums, tiles, edges, owner_spans, span_tiles, quotas, i, mask):
+    """Elements that are sent of a piece, or of a layer: those of its tiles."""
+    span = tl.load(owner_spans + i, mask=mask, other=0)
+    first = tl.load(span_tiles + span, mask=mask, other=0)
+    quota = tl.load(quotas + span, mask=mask, other=0).to(tl.int64)
+    start = tl.load(edges + i, mask=mask, other=0)
+    end = tl.load(edges + i + 1, mask=mask, other=0)
+    before, _ = sent_before(sums, tiles, start, first, quota, mask)
+    after, _ = sent_before(sums, tiles, end, first, quota, mask)
+    return after - before
+
+
+@triton.jit
+def place(
+    sums,
+    quotas,
+    span_tiles,
+    tile_spans,
+    tile_pieces,
+    piece_tiles,
+    piece_spans,
+    layer_tiles,
+    layer_spans,
+    capacities,
+    ties_before,
+    selected,
+    targets,
+    piece_counts,
+    layer_counts,
+    sizes,
+    SIZE: tl.constexpr,
+):
+    """How many elements each tile, piece and layer sends, and where those of a tile go."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tiles, pieces, layers = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 2)
+    mask = i < tiles
+    span = tl.load(tile_spans + i, mask=mask, other=0)
+    piece = tl.load(tile_pieces + i, mask=mask, other=0)
+    first = tl.load(span_tiles + span, mask=mask, other=0)
+    start = tl.load(piece_tiles + piece, mask=mask, other=0)
+    quota = tl.load(quotas + span, mask=mask, other=0).to(tl.int64)
+    before, ties = sent_before(sums, tiles, i, first, quota, mask)
+    after, _ = sent_before(sums, tiles, i + 1, first, quota, mask)
+    of_piece, _ = sent_before(sums, tiles, start, first, quota, mask)
+    tl.store(ties_before + i, ties, mask=mask)
+    tl.store(selected + i, after - before, mask=mask)
+    capacity = tl.load(capacities + piece, mask=mask, other=0)
+    tl.store(targets + i, before - of_piece + capacity, mask=mask)
+    mask = i < pieces
+    sent = sent_between(sums, tiles, piece_tiles, piece_spans, span_tiles, quotas, i, mask)
+    tl.store(piece_counts + i, sent, mask=mask)
+    mask = i < layers
+    sent = sent_between(sums, tiles, layer_tiles, layer_spans, span_tiles, quotas, i, mask)
+    tl.store(layer_counts + i, sent, mask=mask)
 
 
 @triton.jit
 def compact(
-    x,
     table,
     tile_segments,
-    prefixes,
+    thresholds,
     quotas,
     places,
-    sizes,
+    candidates,
+    firsts,
     found,
     ties_before,
     targets,
     indices,
     values,
-    TILE: tl.constexpr,
 ):
     """Indices, which count from the piece on, and values of what is selected, in order."""
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
-    span = tl.load(row + 5)
-    count = tl.load(found + tile)
-    threshold = tl.load(prefixes + span).to(tl.int32)
-    left = tl.load(quotas + span) - tl.load(ties_before + tile)
-    offset, base = tl.load(row), tl.load(row + 6)
-    own, target = tile.to(tl.int64) * TILE, tl.load(targets + tile)
-    for start in range(0, count, PART):
-        i = start + tl.arange(0, PART)
-        size = tl.load(sizes + own + i, mask=i < count, other=-1)
-        on = (size == threshold).to(tl.int64)
+    span, base = tl.load(row + 5), tl.load(row + 6)
+    count, first = tl.load(found + tile), tl.load(firsts + tile)
+    threshold = tl.load(thresholds + span)
+    left = tl.load(quotas + span).to(tl.int64) - tl.load(ties_before + tile)
+    target = tl.load(targets + tile)
+    for start in range(0, count, FEW):
+        i = start + tl.arange(0, FEW)
+        value = tl.load(candidates + first + i, mask=i < count, other=0.0)
+        size = tl.where(i < count, magnitude_bits(value), -1)
+        on = (size == threshold).to(tl.int32)
         chosen = (size > threshold) | ((size == threshold) & (tl.cumsum(on, 0) <= left))
-        e = tl.load(places + own + i, mask=chosen, other=0).to(tl.int64)
-        rank = tl.cumsum(chosen.to(tl.int64), 0)
+        e = tl.load(places + first + i, mask=chosen, other=0).to(tl.int64)
+        rank = tl.cumsum(chosen.to(tl.int32), 0)
         tl.store(indices + target + rank - 1, (base + e).to(tl.int32), mask=chosen)
-        value = tl.load(x + offset + e, mask=chosen, other=0.0)
         tl.store(values + target + rank - 1, value, mask=chosen)
         left = left - tl.sum(on, 0)
-        target = target + tl.sum(chosen.to(tl.int64), 0)
+        target = target + tl.sum(chosen.to(tl.int32), 0)
 
 
 @triton.jit
-def energy_of_selected(values, targets, selected, energies, TILE: tl.constexpr):
+def energy_of_selected(values, targets, selected, energies):
     """The energy of what a tile sends, as it is decoded."""
     tile = tl.program_id(0)
-    i = tl.arange(0, TILE)
-    mask = i < tl.load(selected + tile)
-    wide = tl.load(values + tl.load(targets + tile) + i, mask=mask, other=0.0).to(tl.float64)
-    tl.store(energies + tile, tl.sum(wide * wide, 0))
+    count, first = tl.load(selected + tile), tl.load(targets + tile)
+    energy = tl.zeros((FEW,), tl.float64)
+    for start in range(0, count, FEW):
+        i = start + tl.arange(0, FEW)
+        wide = tl.load(values + first + i, mask=i < count, other=0.0).to(tl.float64)
+        energy += wide * wide
+    tl.store(energies + tile, tl.sum(energy, 0))
+
+
+@triton.jit
+def take_back(x, table, tile_segments, bad, found, GRADS: tl.constexpr, TILE: tl.constexpr):
+    """Of marked layers: subtract the gradient again where it was added."""
+    tile = tl.program_id(0)
+    row = table + tl.load(tile_segments + tile) * FIELDS
+    if (tl.load(bad + tl.load(row + 4)) > 0) & (tl.load(found + tile) >= 0):
+        e, mask, total = load_tile(x, row, tile, 0, TILE)
+        grad = load_gradient(tl.load(row + 2), e * 0, e, mask, GRADS)
+        tl.store(x + tl.load(row) + e, total - grad, mask=mask)
