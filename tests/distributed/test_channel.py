@@ -109,7 +109,7 @@ def test_what_is_learned_and_planned_takes_no_place_in_horovods_order(
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().sum().backward()
         optimizer.step()
-        # A plan is made beside the steps, and these take a millisecond: on busy cores it comes dozens later.
+        # a plan is made beside the steps: where these take a millisecond, it comes some dozens later
         heard = hvd.allreduce(
             torch.tensor(float(len(said) >= least)), op=hvd.Sum, name=f"test.heard.{step}"
         )

@@ -27,6 +27,8 @@ NAMES = {
     torch.uint8: "*u8",
 }
 CAPABILITY = 90
+VARIES = ("FORMAT", "NORM", "GRADS", "OTHERS", "ADDS", "BLOCK")
+"""Constants of which each value may lead to other code."""
 
 
 def type_of(value: Any) -> str:
@@ -51,7 +53,7 @@ def record(into: Path) -> None:
         types = {
             name: "constexpr" if name in constants else type_of(given[name]) for name in self.arg_names
         }
-        varies = [constants.get(name) for name in ("FORMAT", "NORM", "GRADS", "OTHERS", "ADDS")]
+        varies = [constants.get(name) for name in VARIES]
         key = f"{self.fn.__name__} {varies}"
         calls.setdefault(
             key, [self.fn.__module__, self.fn.__name__, types, constants, keywords.get("num_warps", 4)]
@@ -89,6 +91,10 @@ def run_everything() -> None:
         reduction.reduce_(bodies, one, bits, rule, rule.tables)
         if norm is not Norm.sides:
             quantized.norm_histogram(x, rule, squared=True)
+    odd = QuantizationRule(Norm.max, Rounding.uniform, block=100)  # no whole bytes, no whole groups
+    body, _ = quantized.compress_(x.clone(), one, np.array([5]), odd, odd.tables, [x])
+    quantized.decompress_sum_([ReceivedBody(body, 0, odd.tables)], [torch.zeros(300)], 1.0, odd)
+    quantized.decompress_add_(body, 0, [torch.zeros(300)], 1.0, odd, odd.tables)
     quantized.round_at_random_(torch.empty(300, dtype=torch.bfloat16), x, 5)
     more, _ = sparse.compress_(x.clone(), one, np.array([10]), ValueFormat.fp32)
     sparse.recompress_(more, x.clone(), one, np.array([3]), ValueFormat.fp32)

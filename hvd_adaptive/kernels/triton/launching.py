@@ -25,8 +25,14 @@ _GRADIENTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """What :func:`hvd_adaptive.kernels.triton.jit.arithmetic.load_gradient` calls each dtype."""
 TILE = 4096
 """Elements of a program, about."""
+_SUMMED = 2048
+"""Rows that one program sums up."""
 COPIES = 32
 """Of a histogram that many programs add to: atomic additions to one word are made in turn."""
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Kernels, by what Triton compiles them for."""
 
 
 def launch(
@@ -34,13 +40,39 @@ def launch(
 ) -> None:
     """Start a kernel on the current stream of ``device``; an empty grid starts nothing.
 
-    Without contraction: ``a * b + c`` is rounded twice, as everywhere else.
+    Without contraction: ``a * b + c`` is rounded twice, as everywhere else. What has been compiled is
+    started without Triton's own look-up, which takes the host several times as long.
+
+    Args:
+        kernel: with its constants last.
+        grid: programs.
+        device: of all tensors.
+        arguments: all that are no constants.
+        meta: the constants and Triton's options.
     """
     if not all(grid):
         return
-    where = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with where:
+    if device.type != "cuda":
         kernel[grid](*arguments, **meta, enable_fp_fusion=False)
+        return
+    key = (kernel, device.index, *meta.items(), *map(_compiled_for, arguments))
+    known = _compiled.get(key)
+    here = torch.cuda.current_device() == device.index
+    with contextlib.nullcontext() if here else torch.cuda.device(device):
+        if known is None:
+            _compiled[key] = kernel[grid](*arguments, **meta, enable_fp_fusion=False)
+        else:
+            constants = [meta[name] for name in kernel.arg_names[len(arguments) :]]
+            known[(*grid, 1, 1)[:3]](*arguments, *constants)
+
+
+def _compiled_for(argument: Any) -> Any:
+    """What Triton may compile another kernel for."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    return float
 
 
 def upload(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -106,25 +138,48 @@ class Tiles:
         """Of each tile."""
         self.first = upload(firsts, device)
         """The first tile of each layer."""
-        self.edges = upload(np.append(firsts, self.count), device)
-        """Where the tiles of each layer begin, and the end of the last."""
+        self.ranges = Ranges(np.append(firsts, self.count), device)
+        """The tiles of each layer, as rows."""
 
 
-def sums_between(parts: Tensor, edges: Tensor) -> Tensor:
+class Ranges:
+    """Rows of which each owner has those from one edge to the next, to be summed up in two steps.
+
+    Args:
+        edges: ``int64[owners + 1]``, rising from 0.
+        device: where the tables are.
+    """
+
+    def __init__(self, edges: npt.NDArray[np.int64], device: torch.device) -> None:
+        counts = -(-np.diff(edges) // _SUMMED)
+        firsts = np.cumsum(counts) - counts
+        inside = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
+        starts = np.repeat(edges[:-1], counts) + _SUMMED * inside
+        self.steps = (
+            upload(np.append(starts, edges[-1]), device),
+            upload(np.append(firsts, counts.sum()), device),
+        )
+        """The edges of chunks of rows, and where each owner's chunks are."""
+
+
+def sums_between(parts: Tensor, ranges: Ranges) -> Tensor:
     """Sums of rows, float64: in the same order every time, which atomics would not have.
 
     Args:
         parts: ``float64[rows, columns]``.
-        edges: ``int64[owners + 1]``: where each owner's rows begin, and the end.
+        ranges: whose rows they are.
     """
-    owners, columns = edges.numel() - 1, parts.shape[1]
-    sums = torch.zeros((owners, columns), dtype=torch.float64, device=parts.device)
-    launch(
-        *(arithmetic.sum_parts, (owners, columns), parts.device, parts, edges, sums),
-        COLUMNS=columns,
-        SIZE=1024,
-    )
-    return sums
+    columns = parts.shape[1]
+    for edges in ranges.steps:
+        owners = edges.numel() - 1
+        sums = torch.empty((owners, columns), dtype=torch.float64, device=parts.device)
+        launch(
+            *(arithmetic.sum_parts, (owners, columns), parts.device, parts, edges, sums),
+            COLUMNS=columns,
+            SIZE=1024,
+        )
+        parts = sums
+    return parts
 
 
 @functools.lru_cache(maxsize=256)

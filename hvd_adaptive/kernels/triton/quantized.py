@@ -56,10 +56,12 @@ expected_error_at = reference.expected_error_at
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
-_TILE = 2048
+_TILE = 512
 """Elements of a program, unless a block has more."""
-_PER_THREAD = 8
-"""Elements of a thread: with more of them there are too few threads to hide the memory's latency."""
+_PER_THREAD = 16
+"""Elements of a thread: with many there are too few threads to hide the memory's latency."""
+_DECODED = 2048
+"""Elements of a program that decodes."""
 PACKED = 1024
 """Bytes of a program that packs."""
 _WHOLE_BYTES = 8
@@ -137,7 +139,7 @@ def compress_(
             *(body, codes, upload(norms, device), int(offsets[0])),
             SIZE=PACKED,
         )
-    stats = read_back(torch.cat([sums_between(energies, tiles.edges), bad.double().unsqueeze(1)], 1))
+    stats = read_back(torch.cat([sums_between(energies, tiles.ranges), bad.double().unsqueeze(1)], 1))
     end = reserve + int(np.where(stats[:, 2] == 0, sizes, 1).sum())
     return body[:end], stats
 
@@ -159,7 +161,7 @@ class Received:
         self._kept = [(body.data, levels_of(body.tables, device)) for body in bodies]
         """The table has their addresses only."""
         self._shape = tile_shape(rule)
-        self._tiles = tiles_of(numels, self._shape["ROWS"] * rule.block, device)
+        self._sizes = numels
         rows = [
             (data.data_ptr(), body.start, data.numel(), levels.data_ptr(), alphabets.data_ptr())
             for body, (data, (levels, alphabets)) in zip(bodies, self._kept, strict=True)
@@ -178,17 +180,15 @@ class Received:
 
     def check(self) -> Tensor:
         """Look for damage; then as :meth:`_concluded`."""
+        tiles = tiles_of(self._sizes, self._shape["ROWS"] * self._rule.block, self._device)
         launch(
-            *(jit.find_damage, (self._tiles.count, self._count), self._device, *self._where()),
-            self._layers,
+            *(jit.find_damage, (tiles.count, self._count), self._device, self._numels),
+            *(tiles.layers, tiles.first, self._places, self._layers),
             NORM=int(self._rule.norm),
             **self._shape,
         )
         self._checked = True
         return self._concluded()
-
-    def _where(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._numels, self._tiles.layers, self._tiles.first, self._places
 
     def _concluded(self) -> Tensor:
         """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
@@ -202,13 +202,17 @@ class Received:
     def add_to(self, outs: Sequence[Tensor], scale: float, *, adds: bool) -> None:
         """Add ``scale`` times the bodies, up to the first damage, or set the outputs to their sum."""
         first_wrong = self.check()[-1:] if adds else self._numels  # which is not looked at
+        tiles = tiles_of(self._sizes, _DECODED, self._device)
         launch(
-            *(jit.add_decoded, (self._tiles.count,), self._device, *self._where()),
+            *(jit.add_decoded, (tiles.count,), self._device, self._numels),
+            *(tiles.layers, tiles.first, self._places),
             *(upload(pointers(outs, self._layers), self._device), first_wrong),
             *(self._layers, self._count, float(np.float32(scale))),
             ADDS=adds,
             NORM=int(self._rule.norm),
-            **self._shape,
+            BLOCK=self._rule.block,
+            TILE=_DECODED,
+            num_warps=_DECODED // (32 * _PER_THREAD),
         )
         self._checked = True
 

@@ -1,6 +1,6 @@
 """Which elements are sent, on a GPU: in one pass over the gradient and some over the candidates.
 
-A sample of one element in 32 says how large those are that may be sent. The pass writes the sums, and
+A sample of one element in 64 says how large those are that may be sent. The pass writes the sums, and
 lists these candidates, of which the exact threshold is then found by three histograms. Where the sample
 promised too much, and there are fewer candidates than elements to send, all elements of that span but
 zeros become candidates by another pass; whether it takes place only the device knows.
@@ -19,21 +19,23 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import selection as jit
-from hvd_adaptive.kernels.triton.launching import TILE, Tiles, gradient_code, launch, pointers, upload
+from hvd_adaptive.kernels.triton.launching import Ranges, Tiles, gradient_code, launch, pointers, upload
 from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 Int64s = npt.NDArray[np.int64]
 
-_DIGITS = ((21, 10), (10, 11), (0, 10))
+_DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 """Of a magnitude: shift and bits of what is looked at next."""
-_WARPS = 8
-"""Of a pass over all elements."""
+_TILE = 1024
+"""Elements of a program that reads all of them."""
+_WARPS = 1
+"""Of such a program, which then need not wait for one another."""
+_SAMPLED = 64
+"""Of as many elements one is in the sample."""
+_AT_ONCE = 8
+"""Programs of a part, where its tiles are shared out."""
 _PLACED = 1024
 """Tiles of a program that says where elements go."""
-_SPAN_OF_A_PART = 1 << 16
-"""Elements of a span, of which few are candidates, for each program that counts these."""
-_MOST_PARTS = 128
-"""Of one span."""
 
 
 class Segments:
@@ -58,27 +60,31 @@ class Segments:
         of_span = np.zeros_like(of_layer) if whole else of_layer
         self.layers, self.pieces, self.spans = layers, pieces, len(most)
         self.of_layer, self.starts = of_layer, starts
-        self.tiles = Tiles(ends - starts, TILE, device)
+        self.tiles = Tiles(ends - starts, _TILE, device)
         self.offsets, self.cuts = offsets, cuts
         self.columns = (
             *(starts, ends - starts),
             *(self.tiles.firsts, of_layer, of_span, starts - cuts[of_piece], of_piece),
         )
         sizes = ends - starts
-        tile_segments = np.repeat(np.arange(len(starts)), -(-sizes // TILE))
+        tile_segments = np.repeat(np.arange(len(starts)), -(-sizes // _TILE))
         tile_spans = of_span[tile_segments]
         self.whole, self.numel = whole, int(offsets[-1] - offsets[0])
         span_sizes = np.diff(offsets[[0, -1]] if whole else offsets)
         self.lists = np.cumsum(span_sizes) - span_sizes
         """Where the candidates of each span are listed."""
         self._sampled = _sampled(sizes, of_span, span_sizes)
-        parts = np.minimum(-(-span_sizes // _SPAN_OF_A_PART), _MOST_PARTS)
+        tiles_of_span = np.bincount(tile_spans, minlength=self.spans)
+        parts = -(-tiles_of_span // int(jit.TILES.value))
         self.parts = int(parts.sum())
         numbers = np.arange(self.parts) - np.repeat(np.cumsum(parts) - parts, parts)
-        self.part_spans = upload(np.repeat(np.arange(self.spans), parts), device)
-        self.part_numbers = upload(numbers, device)
+        part_spans = upload(np.repeat(np.arange(self.spans), parts), device)
+        self.part = part_spans, upload(numbers, device)
+        """The span of each part, and its number there."""
         self.span_parts = upload(np.append(self.spans, parts).astype(np.int32), device)
-        self.layer_tiles = upload(_edges(of_layer[tile_segments], layers), device)
+        layer_tiles = _edges(of_layer[tile_segments], layers)
+        self.layer_ranges = Ranges(layer_tiles, device)
+        """The tiles of each layer, as rows."""
         self.span_tiles = upload(_edges(tile_spans, self.spans), device)
         piece_spans = _spans_of_pieces(offsets, cuts, whole)
         self.piece_spans = upload(piece_spans, device)
@@ -93,7 +99,7 @@ class Segments:
         self.owners = (
             *(self.span_tiles, upload(tile_spans, device), upload(tile_pieces, device)),
             *(upload(_edges(tile_pieces, pieces), device), self.piece_spans),
-            *(self.layer_tiles, upload(layer_spans, device), self.capacities),
+            *(upload(layer_tiles, device), upload(layer_spans, device), self.capacities),
         )
         """Who has which tiles, as :func:`hvd_adaptive.kernels.triton.jit.selection.place` takes it."""
         self.sizes = upload(np.array([self.tiles.count, pieces, layers]), device)
@@ -122,8 +128,8 @@ class Segments:
 
 def _sampled(sizes: Int64s, of_span: Int64s, span_sizes: Int64s) -> tuple[Int64s, Int64s]:
     """How many elements of each span are in its sample, and how many there are."""
-    sample = int(jit.SAMPLE.value)
-    whole_tiles, rest = sizes // TILE, sizes % TILE
+    sample = _TILE // _SAMPLED
+    whole_tiles, rest = sizes // _TILE, sizes % _TILE
     seen = np.zeros_like(span_sizes)
     np.add.at(seen, of_span, whole_tiles * sample + np.minimum(rest, sample))
     return seen, span_sizes
@@ -214,18 +220,19 @@ class Selection:
         sent = upload(np.concatenate([each.ravel() for each in (table, asked, marks)]), device)
         self._table, known, self.nonfinite = sent.split([table.size, asked.size, layers])
         """``nonfinite``, ``int64[L]``: 1 where the sum is not finite."""
-        histograms, tickets, *listed = _zeros((spans, 2048), spans, spans, spans, device=device)
+        histograms, tickets, *listed = _zeros((spans, 256), spans, spans, spans, device=device)
         wrong = self.nonfinite.amax(0, keepdim=True) if segments.whole else self.nonfinite
         self.wrong = wrong
         """``int64[spans]``: 1 where nothing is sent because a sum is not finite."""
         floor_bits = torch.empty(spans, dtype=torch.int32, device=device)
         self._lists = _Lists.of(segments.numel, tiles[0], device)
-        meta = {"GRADS": gradient_code(self._grads), "TILE": TILE}
-        source = (self._x, self._table, segments.tiles.layers, known)
+        meta = {"GRADS": gradient_code(self._grads), "TILE": _TILE}
+        source, parts = (self._x, self._table, segments.tiles.layers, known), (segments.parts,)
         launch(
-            *(jit.sample, tiles, device, *source, segments.span_tiles, histograms, tickets, floor_bits),
+            *(jit.sample, parts, device, *source, *segments.part, segments.span_parts),
+            *(segments.span_tiles, histograms, tickets, floor_bits),
             **meta,
-            num_warps=1,
+            SAMPLE=_TILE // _SAMPLED,
         )
         launch(
             *(jit.sift, tiles, device, *source, floor_bits, self.nonfinite, wrong, self.energies),
@@ -234,8 +241,9 @@ class Selection:
             num_warps=_WARPS,
         )
         launch(
-            *(jit.sift_again, tiles, device, *source, floor_bits, *listed, *self._lists),
-            TILE=TILE,
+            *(jit.sift_again, (*parts, _AT_ONCE), device, *source, *segments.part, segments.span_tiles),
+            *(floor_bits, *listed, *self._lists),
+            TILE=_TILE,
             num_warps=_WARPS,
         )
         spread = (known, floor_bits, wrong, *listed, self._lists.values, histograms, tickets)
@@ -247,7 +255,7 @@ class Selection:
         steps = torch.empty((2, len(_DIGITS) + 1, segments.spans), dtype=torch.int32, device=device)
         for step, (shift, bits) in enumerate(_DIGITS):
             launch(
-                *(jit.refine, (segments.parts,), device, segments.part_spans, segments.part_numbers),
+                *(jit.refine, (segments.parts,), device, *segments.part),
                 *(segments.span_parts, *spread, *steps[:, step]),
                 SHIFT=shift,
                 BITS=bits,
@@ -258,14 +266,15 @@ class Selection:
     def _compact(self, thresholds: Tensor, quotas: Tensor) -> None:
         """What reaches the thresholds, in order."""
         segments, device, lists = self._segments, self._x.device, self._lists
-        tiles, source = segments.tiles.count, (self._table, segments.tiles.layers, thresholds)
-        counts = torch.empty((2, tiles), dtype=torch.int32, device=device)
+        tiles, shares = segments.tiles.count, (segments.parts, _AT_ONCE)
+        source = (*segments.part, segments.span_tiles, thresholds)
+        counts = torch.empty(2 * tiles, dtype=torch.int32, device=device)
         launch(
-            *(jit.count_selected, (tiles,), device, *source, lists.values, lists.firsts, lists.found),
-            *(counts,),
+            *(jit.count_selected, shares, device, *source, lists.values, lists.firsts, lists.found),
+            *(counts, tiles),
             num_warps=1,
         )
-        sums = torch.cumsum(counts, 1, dtype=torch.int64)
+        sums = torch.cumsum(counts, 0, dtype=torch.int64)
         ties_before, self.selected, self.targets = torch.empty(
             (3, tiles), dtype=torch.int64, device=device
         )
@@ -280,16 +289,17 @@ class Selection:
             SIZE=_PLACED,
         )
         launch(
-            *(jit.compact, (tiles,), device, *source, quotas, *lists, ties_before, self.targets),
-            *(self.indices, self.values),
+            *(jit.compact, shares, device, self._table, segments.tiles.layers, *source, quotas),
+            *(*lists, ties_before, self.targets, self.indices, self.values),
             num_warps=1,
         )
 
     def sent_energies(self) -> Tensor:
         """Of each tile, once ``values`` are what is decoded."""
+        segments = self._segments
         launch(
-            *(jit.energy_of_selected, (self._segments.tiles.count,), self._x.device, self.values),
-            *(self.targets, self.selected, self._sent_energies),
+            *(jit.energy_of_selected, (segments.parts, _AT_ONCE), self._x.device, *segments.part),
+            *(segments.span_tiles, self.values, self.targets, self.selected, self._sent_energies),
             num_warps=1,
         )
         return self._sent_energies
@@ -302,7 +312,7 @@ class Selection:
             *(jit.take_back, (self._segments.tiles.count,), self._x.device, self._x, self._table),
             *(self._segments.tiles.layers, self.nonfinite, self._lists.found),
             GRADS=gradient_code(self._grads),
-            TILE=TILE,
+            TILE=_TILE,
         )
 
 

@@ -143,7 +143,7 @@ def _read(
     layers = segments.layers
     energies = torch.stack([selection.energies, selection.sent_energies()], 1)
     columns = [
-        sums_between(energies, segments.layer_tiles),
+        sums_between(energies, segments.layer_ranges),
         selection.layer_counts.double().unsqueeze(1),
         selection.nonfinite.double().unsqueeze(1),
     ]

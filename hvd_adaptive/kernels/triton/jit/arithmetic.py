@@ -2,29 +2,20 @@
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+import inspect
+
 import triton
 import triton.language as tl
 
 INF = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
-entry = triton.jit(
-    do_not_specialize=[
-        *(
-            "origin",
-            "layers",
-            "count",
-            "number",
-            "spans",
-            "pieces",
-            "reserve",
-            "numel",
-            "expected",
-            "skip",
-        )
-    ]
-)
-"""A kernel that is told sizes: it is not compiled again where one of them is 1, or a multiple of 16."""
+
+def entry(function):
+    """A kernel that is not compiled again for other sizes, or addresses that are multiples of 16."""
+    given = inspect.signature(function).parameters.values()
+    names = [each.name for each in given if each.annotation is not tl.constexpr]
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
 
 
 FP16_GRADIENT = tl.constexpr(2)
@@ -114,11 +105,13 @@ def power_of_three(digit):
 
 
 @triton.jit
-def load_codes(data, first, i, bits, alphabet, mask):
+def load_codes(address, first, i, bits, alphabet, mask):
     """Packed codes ``first + i``; ``alphabet`` or more where a byte of base 3 holds no five digits.
 
+    Words of 32 bits are read where one of their bytes is the layer's: others beside it are not used.
+
     Args:
-        data: the codes of a layer.
+        address: of the codes of a layer.
         first: a number, of a tile's first code.
         i: from there on, int32.
         bits: of a code.
@@ -127,21 +120,25 @@ def load_codes(data, first, i, bits, alphabet, mask):
     """
     if alphabet == 3:
         i += (first % 5).to(tl.int32)
-        byte = tl.load(data + first // 5 + i // 5, mask=mask, other=0).to(tl.int32)
+        data = (address + first // 5).to(tl.pointer_type(tl.uint8))
+        byte = tl.load(data + i // 5, mask=mask, other=0).to(tl.int32)
         digits = byte // power_of_three(i % 5) % 3
         codes = tl.where(byte < 243, digits, 255)
     else:
-        place = (first * bits & 7).to(tl.int32) + i * bits
-        data += first * bits >> 3
-        shift = place & 7
-        low = tl.load(data + (place >> 3), mask=mask, other=0).to(tl.int32)
-        more = mask & (shift + bits > 8)
-        high = tl.load(data + (place >> 3) + 1, mask=more, other=0).to(tl.int32)
-        codes = ((low | (high << 8)) >> shift) & ((1 << bits) - 1)
+        start = address * 8 + first * bits
+        words = (start >> 5 << 2).to(tl.pointer_type(tl.uint32))
+        place = (start & 31).to(tl.int32) + i * bits
+        shift = place & 31
+        word = tl.load(words + (place >> 5), mask=mask, other=0) >> shift.to(tl.uint32)
+        if 8 % bits != 0:  # some codes lie in two words
+            more = mask & (shift + bits > 32)
+            high = tl.load(words + (place >> 5) + 1, mask=more, other=0)
+            word = word | ((high << 1) << (31 - shift).to(tl.uint32))
+        codes = word.to(tl.int32) & ((1 << bits) - 1)
     return codes
 
 
-@triton.jit
+@entry
 def sum_parts(parts, edges, sums, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
     """Sums of the rows from one edge to the next, in an order that is always the same."""
     owner, column = tl.program_id(0), tl.program_id(1)

@@ -189,9 +189,13 @@ def rounded(rows, shares, random, levels, count, ROUNDING: tl.constexpr):
         # one bit has no zero: its levels are -1 and 1
         top = (count - 1) // 2
         scaled = tl.where(top > 0, shares * top.to(tl.float32), (shares + 1.0) * 0.5)
-        whole = scaled.to(tl.int32)  # towards zero: the library's floor flushes denormals
-        whole = tl.where(whole.to(tl.float32) > scaled, whole - 1, whole)
-        codes = whole + top + (random < scaled - whole.to(tl.float32)).to(tl.int32)
+        # the nearest whole number without a conversion, which takes eight times as long as a sum
+        shifted = scaled + 12582912.0
+        nearest = shifted - 12582912.0
+        above = nearest > scaled
+        part = scaled - tl.where(above, nearest - 1.0, nearest)
+        whole = shifted.to(tl.int32, bitcast=True) - 0x4B400000 - above.to(tl.int32)
+        codes = whole + top + (random < part).to(tl.int32)
     else:
         lower = lower_levels(levels, count, shares)
         first, second = tl.load(levels + lower), tl.load(levels + lower + 1)
@@ -223,8 +227,11 @@ def store_packed(place, first, codes, bits, numel, SIZE: tl.constexpr):
         SIZE: of the tile.
     """
     j = tl.arange(0, 8)
-    groups = tl.reshape(codes, (SIZE // 8, 8)).to(tl.int64)
-    words = tl.sum(groups << (bits * j)[None, :], 1)
+    groups = tl.reshape(codes, (SIZE // 8, 8))
+    if bits <= 4:
+        words = tl.sum(groups << (bits * j)[None, :], 1).to(tl.uint32).to(tl.int64)
+    else:
+        words = tl.sum(groups.to(tl.int64) << (bits * j)[None, :], 1)
     byte = tl.arange(0, SIZE // 8)[:, None] * bits + j[None, :]
     done = first * bits >> 3
     left = tl.minimum((numel * bits + 7 >> 3) - done, SIZE).to(tl.int32)
@@ -291,9 +298,13 @@ def quantize(
         values = decoded(found, first, second, own, mask, NORM)
         offset = tl.load(row) + begin
         tl.store(x + offset + i, rows - values, mask=mask)
-        if (count != 3) & PACKS:
-            store_packed(place, begin, tl.where(mask, found, 0), bits, numel, ROWS * BLOCK)
+        apart = count == 3
+        if PACKS:
+            if not apart:
+                store_packed(place, begin, tl.where(mask, found, 0), bits, numel, ROWS * BLOCK)
         else:
+            apart = count > 0
+        if apart:
             tl.store(codes + (offset - origin) + i, found.to(tl.uint8), mask=mask)
         wide = rows.to(tl.float64)
         sent = tl.where(mask, values, 0.0).to(tl.float64)
@@ -384,20 +395,18 @@ def load_norms(row, block, exists, NORM: tl.constexpr):
 
 
 @triton.jit
-def is_damaged(codes, found, first, second, mask, bits, count, numel):
-    """Whether a tile has an impossible norm or code, or its layer bits after the last code."""
-    top = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
-    damaged = tl.max(top, 0) >= INF  # so are negative ones, by their upper bit
-    damaged = damaged | (tl.max(tl.max(tl.where(mask, found, 0), 1), 0) >= count)
+def bits_after(address, bits, count, numel):
+    """Whether there are bits after the last code of a layer."""
+    codes = address.to(tl.pointer_type(tl.uint8))
     if count == 3:
         rest, last = (numel % 5).to(tl.int32), numel // 5
         byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
-        damaged = damaged | (byte // power_of_three(rest) > 0)
+        found = byte // power_of_three(rest) > 0
     else:
         rest, last = (numel * bits & 7).to(tl.int32), numel * bits >> 3
         byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
-        damaged = damaged | ((byte >> rest) > 0)
-    return damaged
+        found = (byte >> rest) > 0
+    return found
 
 
 @entry
@@ -421,10 +430,12 @@ def find_damage(
         numel = tl.load(numels + layer)
         block, begin, i, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
         first, second = load_norms(row, block, block * BLOCK < numel, NORM)
-        codes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
-        count = tl.load(row + 4).to(tl.int32)
+        codes, count = tl.load(row + 1), tl.load(row + 4).to(tl.int32)
         found = load_codes(codes, begin, i, bits, count, mask)
-        damaged = is_damaged(codes, found, first, second, mask, bits, count, numel)
+        top = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
+        damaged = tl.max(top, 0) >= INF  # so are negative ones, by their upper bit
+        damaged = damaged | (tl.max(tl.max(tl.where(mask, found, 0), 1), 0) >= count)
+        damaged = damaged | bits_after(codes, bits, count, numel)
         tl.store(row + 5, 1, mask=damaged)
 
 
@@ -451,6 +462,73 @@ def conclude(places, findings, layers, count, SIZE: tl.constexpr):
     tl.store(findings + layers + 1, first.to(tl.int64))
 
 
+@triton.jit
+def load_word(address, bits, there):
+    """64 bits from a byte on, of which the first ``bits`` may be used; no word without these is read.
+
+    ``bits`` are 1 to 32 where a tile is ``there``.
+    """
+    words = (address >> 2 << 2).to(tl.pointer_type(tl.uint32))
+    shift = ((address & 3) << 3).to(tl.int32)
+    low = tl.load(words, mask=there, other=0).to(tl.uint64)
+    high = tl.load(words + 1, mask=there & (shift + bits > 32), other=0).to(tl.uint64)
+    return (low | (high << 32)) >> shift.to(tl.uint64)
+
+
+@triton.jit
+def unpacked(address, first, g, left, bits):
+    """Eight packed codes of each group of eight, ``[8, groups]``; 0 where there is none.
+
+    Args:
+        address: of the codes of a layer.
+        first: number of the first group.
+        g: groups from there on, int32.
+        left: codes from the first group on, int32.
+        bits: of a code.
+    """
+    own = tl.minimum(tl.maximum(left - 8 * g, 0), 8) * bits  # bits of the group
+    byte = address + first * bits + g * bits
+    word = load_word(byte, tl.minimum(own, 32), own > 0) & 0xFFFFFFFF
+    shift = (tl.arange(0, 8) * bits).to(tl.uint64)[:, None]
+    if bits > 4:
+        more = load_word(byte + 4, own - 32, own > 32) & 0xFFFFFFFF
+        word = word | (more << 32)
+    # what lies behind the last code is not its layer's
+    word = word & ((word * 0 - 1) >> (64 - tl.maximum(own, 1)).to(tl.uint64))
+    if bits > 4:
+        codes = (word[None, :] >> shift).to(tl.int32)
+    else:
+        codes = (word.to(tl.uint32)[None, :] >> shift.to(tl.uint32)).to(tl.int32)
+    return codes & ((1 << bits) - 1)
+
+
+@triton.jit
+def load_norm(address, there):
+    """A float32 at any byte."""
+    bits = tl.where(there, 32, 0)
+    word = (load_word(address, bits, there) & 0xFFFFFFFF).to(tl.uint32)
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_norms_of(norms, block, there, NORM: tl.constexpr):
+    """Both norms of blocks, by number; they are the same where a block has one."""
+    if NORM == SIDES:
+        first = load_norm(norms + 8 * block, there)
+        second = load_norm(norms + 8 * block + 4, there)
+    else:
+        first = load_norm(norms + 4 * block, there)
+        second = first
+    return first, second
+
+
+@triton.jit
+def worst_of(first, second):
+    """The bits of norms that are impossible are the infinity's or more; as int32, which do not wrap."""
+    top = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
+    return tl.max(tl.minimum(top, INF).to(tl.int32), 0)
+
+
 @entry
 def add_decoded(
     numels,
@@ -465,13 +543,13 @@ def add_decoded(
     ADDS: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOG: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Add ``scale`` times what the bodies hold, one after the other; or write the sum, of zeros on.
 
-    Where it adds, layers from ``first_wrong`` on are left alone; where it writes, damage is looked for
-    as well. A layer that is marked in a body becomes NaN.
+    Where it adds, there is one body, and layers from ``first_wrong`` on are left alone; where it
+    writes, damage is looked for as well. A layer that is marked in a body becomes NaN. A thread has
+    whole groups of eight codes, so that a word is read once for all of them.
     """
     tile = tl.program_id(0)
     layer = tl.load(tile_layers + tile)
@@ -480,28 +558,53 @@ def add_decoded(
         last = tl.load(first_wrong).to(tl.int32)
     if layer < last:
         numel = tl.load(numels + layer)
-        block, begin, i, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
-        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i
+        begin = (tile - tl.load(first_tiles + layer)) * TILE
+        left = tl.minimum(numel - begin, TILE).to(tl.int32)
+        g, i = tl.arange(0, TILE // 8), tl.arange(0, TILE)
+        e = 8 * g[None, :] + tl.arange(0, 8)[:, None]
+        base = begin // BLOCK
+        inside = (begin - base * BLOCK).to(tl.int32)
+        # minus zero changes nothing that it is added to
+        total = tl.zeros((8, TILE // 8), tl.float32)
         if ADDS:
-            total = tl.load(out, mask=mask, other=0.0)
-        else:
-            total = tl.zeros((ROWS, 1 << LOG), tl.float32)
+            total = -total
         for number in range(count):
             row = places + (number * layers + layer) * PLACES
-            bits = tl.load(row + 3).to(tl.int32)
+            bits, wrong = tl.load(row + 3).to(tl.int32), tl.load(row + 5)
             if bits == NONFINITE:
-                total = tl.full((ROWS, 1 << LOG), float("nan"), tl.float32)
-            elif tl.load(row + 5) == 0:
-                first, second = load_norms(row, block, block * BLOCK < numel, NORM)
-                codes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+                total = tl.full((8, TILE // 8), float("nan"), tl.float32)
+            elif wrong == 0:
+                norms, codes = tl.load(row), tl.load(row + 1)
+                levels = tl.load(row + 2).to(tl.pointer_type(tl.float32))
                 alphabet = tl.load(row + 4).to(tl.int32)
-                found = load_codes(codes, begin, i, bits, alphabet, mask)
-                own = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-                total = total + scale * decoded(found, first, second, own, mask, NORM)
+                if alphabet == 3:
+                    found = load_codes(codes, begin, e, bits, alphabet, e < left)
+                else:
+                    found = unpacked(codes, begin // 8, g, left, bits)
+                if BLOCK % 8 == 0:
+                    block = base + (inside + 8 * g) // BLOCK
+                    first, second = load_norms_of(norms, block, 8 * g < left, NORM)
+                    worst = worst_of(first, second)
+                    first, second = first[None, :], second[None, :]
+                else:
+                    block = base + (inside + e) // BLOCK
+                    first, second = load_norms_of(norms, block, e < left, NORM)
+                    worst = tl.max(worst_of(first, second), 0)
+                if NORM == SIDES:
+                    values = tl.where(found > 0, second, -first)
+                else:
+                    values = tl.load(levels + found) * first
+                total = total + scale * values
                 if not ADDS:
-                    damaged = is_damaged(codes, found, first, second, mask, bits, alphabet, numel)
+                    damaged = (tl.max(tl.max(found, 0), 0) >= alphabet) | (worst >= INF)
+                    if left < TILE:
+                        damaged = damaged | bits_after(codes, bits, alphabet, numel)
                     tl.store(row + 5, 1, mask=damaged)
-        tl.store(out, total, mask=mask)
+        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin
+        added = tl.reshape(tl.trans(total), (TILE,))
+        if ADDS:
+            added = tl.load(out + i, mask=i < left, other=0.0) + added
+        tl.store(out + i, added, mask=i < left)
 
 
 # --- others --------------------------------------------------------------------------------------

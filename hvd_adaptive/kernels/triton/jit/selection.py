@@ -11,24 +11,25 @@ its span's part of a list; the tiles stand there as they came, and ``firsts`` sa
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import INF, load_gradient, magnitude_bits
+from hvd_adaptive.kernels.triton.jit.arithmetic import INF, entry, load_gradient, magnitude_bits
 
 FIELDS = tl.constexpr(8)
 """Columns of the table of segments."""
 SPAN_FIELDS = tl.constexpr(4)
 """Of what is asked of spans: elements to send, a floor or -1, sample to reach, place of the list."""
-BINS = tl.constexpr(2048)
-"""Of one histogram of up to 11 bits."""
-SAMPLE = tl.constexpr(128)
-"""Elements that are looked at of each tile to foresee the threshold."""
-SAMPLE_BINS = tl.constexpr(256)
+BINS = tl.constexpr(256)
+"""Of one histogram: eight bits. Triton's take time by their bins."""
+TILES = tl.constexpr(128)
+"""Of a part of a span."""
+SHARE = tl.constexpr(16)
+"""Of these those that are looked at together."""
 SAMPLE_SHIFT = tl.constexpr(21)
 """A bin of the sample has a quarter of an octave."""
 LOWEST_BIN = tl.constexpr(4 * (127 - 52))
 """Of the sample: 2^-52. What is smaller is in the first bin, what is 4096 or more in the last."""
 PART = tl.constexpr(1024)
 """Candidates that are looked at together."""
-FEW = tl.constexpr(128)
+FEW = tl.constexpr(32)
 """Candidates of a tile that are looked at together."""
 
 
@@ -52,7 +53,7 @@ def is_last(tickets, programs):
 
 
 @triton.jit
-def bin_of(counts, left, SIZE: tl.constexpr):
+def bin_of(counts, left):
     """The bin of the element that is the last of ``left``, and how many are above it.
 
     Args:
@@ -60,51 +61,63 @@ def bin_of(counts, left, SIZE: tl.constexpr):
         left: elements; of none the highest bin is chosen.
     """
     above = tl.cumsum(counts, 0) < left  # the whole bin is wanted, and more
-    number = SIZE - 1 - tl.sum(above.to(tl.int32), 0)
+    number = BINS - 1 - tl.sum(above.to(tl.int32), 0)
     return number, tl.sum(tl.where(above, counts, 0), 0)
 
 
 @triton.jit
+def tiles_of_part(part, part_spans, part_numbers, span_tiles):
+    """(span, its first tile in the part, where its tiles end)."""
+    span = tl.load(part_spans + part)
+    first = tl.load(span_tiles + span) + tl.load(part_numbers + part) * TILES
+    return span, first, tl.minimum(first + TILES, tl.load(span_tiles + span + 1))
+
+
+@entry
 def sample(
     x,
     table,
     tile_segments,
     asked,
+    part_spans,
+    part_numbers,
+    span_parts,
     span_tiles,
     histograms,
     tickets,
     floors,
     GRADS: tl.constexpr,
     TILE: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
     """Foresee of each span how large its candidates are; bits of a magnitude, 1 or more."""
-    tile = tl.program_id(0)
-    row = table + tl.load(tile_segments + tile) * FIELDS
-    span = tl.load(row + 5)
+    span, first_tile, end = tiles_of_part(tl.program_id(0), part_spans, part_numbers, span_tiles)
     given = tl.load(asked + span * SPAN_FIELDS + 1)
+    tile = first_tile + tl.arange(0, TILES)
+    there = tile < tl.where(given < 0, end, 0)
+    row = table + tl.load(tile_segments + tile, mask=there, other=0) * FIELDS
     first = (tile - tl.load(row + 3)) * TILE
-    # a tile is not sampled where it begins: rows of a matrix may, and their first elements are alike
     size = tl.minimum(tl.load(row + 1) - first, TILE)
-    skipped = (size - tl.minimum(size, SAMPLE)) * (tile % 7) // 7
-    first += skipped
-    i = tl.arange(0, SAMPLE)
-    mask = i < tl.where(given < 0, tl.load(row + 1) - first, 0)
-    total = tl.load(x + tl.load(row) + first + i, mask=mask, other=0.0)
+    # a tile is not sampled where it begins: rows of a matrix may, and their first elements are alike
+    first += (size - tl.minimum(size, SAMPLE)) * (tile % 7) // 7
+    i = tl.arange(0, SAMPLE)[None, :]
+    mask = there[:, None] & (i < size[:, None])
+    total = tl.load(x + (tl.load(row) + first)[:, None] + i, mask=mask, other=0.0)
     if GRADS:
-        total = total + load_gradient(tl.load(row + 2), first, i, mask, GRADS)
+        total = total + load_gradient(tl.load(row + 2)[:, None], first[:, None], i, mask, GRADS)
     quarter = (magnitude_bits(total) >> SAMPLE_SHIFT) - LOWEST_BIN
-    quarter = tl.minimum(tl.maximum(quarter, 0), SAMPLE_BINS - 1)
-    counts = tl.histogram(quarter, SAMPLE_BINS, mask=mask)
+    quarter = tl.minimum(tl.maximum(quarter, 0), BINS - 1)
+    flat = tl.reshape(quarter, (TILES * SAMPLE,))
+    counts = tl.histogram(flat, BINS, mask=tl.reshape(mask, (TILES * SAMPLE,)))
     bins = histograms + span * BINS
-    tl.atomic_add(bins + tl.arange(0, SAMPLE_BINS), counts, mask=counts > 0, sem="relaxed")
-    tiles = tl.load(span_tiles + span + 1) - tl.load(span_tiles + span)
-    if is_last(tickets + span, tiles):
-        place = bins + (SAMPLE_BINS - 1 - tl.arange(0, SAMPLE_BINS))
+    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+    if is_last(tickets + span, tl.load(span_parts + 1 + span)):
+        place = bins + (BINS - 1 - tl.arange(0, BINS))
         needed = tl.load(asked + span * SPAN_FIELDS + 2).to(tl.int32)
-        number, _ = bin_of(tl.load(place, cache_modifier=".cg"), needed, SAMPLE_BINS)
+        number, _ = bin_of(tl.load(place, cache_modifier=".cg"), needed)
         floor = tl.where(number > 0, (number + LOWEST_BIN) << SAMPLE_SHIFT, 1)
         tl.store(floors + span, tl.where(given < 0, floor, tl.maximum(given.to(tl.int32), 1)))
-        tl.store(place, tl.zeros((SAMPLE_BINS,), tl.int32))
+        tl.store(place, tl.zeros((BINS,), tl.int32))
         tl.store(tickets + span, 0)
 
 
@@ -121,7 +134,7 @@ def write_candidates(e, total, kept, span, tile, asked, listed, places, values, 
     tl.store(found + tile, count)
 
 
-@triton.jit
+@entry
 def sift(
     x,
     table,
@@ -169,12 +182,15 @@ def is_short(asked, floors, listed, span):
     return sampled & (tl.load(listed + span) < tl.load(row))
 
 
-@triton.jit
+@entry
 def sift_again(
     x,
     table,
     tile_segments,
     asked,
+    part_spans,
+    part_numbers,
+    span_tiles,
     floors,
     listed,
     listed_again,
@@ -185,16 +201,19 @@ def sift_again(
     TILE: tl.constexpr,
 ):
     """Of spans with too few candidates: all elements but zeros."""
-    tile = tl.program_id(0)
-    row = table + tl.load(tile_segments + tile) * FIELDS
-    span = tl.load(row + 5)
-    if is_short(asked, floors, listed, span) & (tl.load(found + tile) >= 0):
-        e, _, total = load_tile(x, row, tile, 0, TILE)
-        kept = magnitude_bits(total) > 0
-        write_candidates(e, total, kept, span, tile, asked, listed_again, places, values, firsts, found)
+    span, first, end = tiles_of_part(tl.program_id(0), part_spans, part_numbers, span_tiles)
+    if is_short(asked, floors, listed, span):
+        for tile in range(first + tl.program_id(1), end, tl.num_programs(1)):
+            if tl.load(found + tile) >= 0:
+                row = table + tl.load(tile_segments + tile) * FIELDS
+                e, _, total = load_tile(x, row, tile, 0, TILE)
+                kept = magnitude_bits(total) > 0
+                write_candidates(
+                    e, total, kept, span, tile, asked, listed_again, places, values, firsts, found
+                )
 
 
-@triton.jit
+@entry
 def refine(
     part_spans,
     part_numbers,
@@ -243,7 +262,7 @@ def refine(
     tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
     if is_last(tickets + span, parts):
         place = bins + (BINS - 1 - tl.arange(0, BINS))
-        number, above = bin_of(tl.load(place, cache_modifier=".cg"), left, BINS)
+        number, above = bin_of(tl.load(place, cache_modifier=".cg"), left)
         number = tl.minimum(number, (1 << BITS) - 1)
         tl.store(prefixes + spans + span, (prefix << BITS) | number)
         tl.store(quotas + spans + span, left - above)
@@ -252,30 +271,57 @@ def refine(
 
 
 @triton.jit
-def count_selected(table, tile_segments, thresholds, values, firsts, found, counts):
+def tiles_of_share(part_spans, part_numbers, span_tiles):
+    """(tiles, which of them there are) of a program that looks at a share of a part's tiles."""
+    part = tiles_of_part(tl.program_id(0), part_spans, part_numbers, span_tiles)
+    tile = part[1] + tl.program_id(1) * SHARE + tl.arange(0, SHARE)
+    return tile, tile < part[2]
+
+
+@triton.jit
+def places_from(first, count, start):
+    """(places in a list, which of them there are) of some elements of each tile, from one on."""
+    i = start + tl.arange(0, FEW)[None, :]
+    return first[:, None] + i, i < count[:, None]
+
+
+@triton.jit
+def load_candidates(values, place, there):
+    """(values, their magnitudes, -1 where there is none)."""
+    value = tl.load(values + place, mask=there, other=0.0)
+    return value, tl.where(there, magnitude_bits(value), -1)
+
+
+@entry
+def count_selected(
+    part_spans, part_numbers, span_tiles, thresholds, values, firsts, found, counts, tiles
+):
     """How many candidates of a tile are above the threshold, and how many on it."""
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
-    span = tl.load(table + tl.load(tile_segments + tile) * FIELDS + 5)
-    count, first = tl.load(found + tile), tl.load(firsts + tile)
+    tile, there = tiles_of_share(part_spans, part_numbers, span_tiles)
+    span = tl.load(part_spans + tl.program_id(0))
+    count = tl.load(found + tile, mask=there, other=0)
+    first = tl.load(firsts + tile, mask=there, other=0)
     threshold = tl.load(thresholds + span)
-    above, on = tl.zeros((FEW,), tl.int32), tl.zeros((FEW,), tl.int32)
-    for start in range(0, count, FEW):
-        i = start + tl.arange(0, FEW)
-        size = magnitude_bits(tl.load(values + first + i, mask=i < count, other=0.0))
-        size = tl.where(i < count, size, -1)
+    above, on = tl.zeros((SHARE, FEW), tl.int32), tl.zeros((SHARE, FEW), tl.int32)
+    for start in range(0, tl.max(count, 0), FEW):
+        place, listed = places_from(first, count, start)
+        size = load_candidates(values, place, listed)[1]
         above += (size > threshold).to(tl.int32)
         on += (size == threshold).to(tl.int32)
-    tl.store(counts + tile, tl.sum(above, 0))
-    tl.store(counts + tiles + tile, tl.sum(on, 0))
+    tl.store(counts + tile, tl.sum(above, 1), mask=there)
+    tl.store(counts + tiles + tile, tl.sum(on, 1), mask=there)
 
 
 @triton.jit
 def sent_before(sums, tiles, tile, first, quota, mask):
-    """Elements of a span that are sent of its tiles before one; ``sums`` are up to and with a tile."""
+    """Elements of a span that are sent of its tiles before one.
+
+    ``sums`` go on from tile to tile, and from the last tile's count to the first one's ties.
+    """
     greater = tl.load(sums + tile - 1, mask=mask & (tile > 0), other=0)
     greater -= tl.load(sums + first - 1, mask=mask & (first > 0), other=0)
-    ties = tl.load(sums + tiles + tile - 1, mask=mask & (tile > 0), other=0)
-    ties -= tl.load(sums + tiles + first - 1, mask=mask & (first > 0), other=0)
+    ties = tl.load(sums + tiles + tile - 1, mask=mask, other=0)
+    ties -= tl.load(sums + tiles + first - 1, mask=mask, other=0)
     return greater + tl.minimum(ties, quota), ties
 
 
@@ -292,7 +338,7 @@ def sent_between(sums, tiles, edges, owner_spans, span_tiles, quotas, i, mask):
     return after - before
 
 
-@triton.jit
+@entry
 def place(
     sums,
     quotas,
@@ -336,10 +382,13 @@ def place(
     tl.store(layer_counts + i, sent, mask=mask)
 
 
-@triton.jit
+@entry
 def compact(
     table,
     tile_segments,
+    part_spans,
+    part_numbers,
+    span_tiles,
     thresholds,
     quotas,
     places,
@@ -352,41 +401,44 @@ def compact(
     values,
 ):
     """Indices, which count from the piece on, and values of what is selected, in order."""
-    tile = tl.program_id(0)
-    row = table + tl.load(tile_segments + tile) * FIELDS
-    span, base = tl.load(row + 5), tl.load(row + 6)
-    count, first = tl.load(found + tile), tl.load(firsts + tile)
+    tile, there = tiles_of_share(part_spans, part_numbers, span_tiles)
+    span = tl.load(part_spans + tl.program_id(0))
+    row = table + tl.load(tile_segments + tile, mask=there, other=0) * FIELDS
+    base = tl.load(row + 6)
+    count = tl.load(found + tile, mask=there, other=0)
+    first = tl.load(firsts + tile, mask=there, other=0)
     threshold = tl.load(thresholds + span)
-    left = tl.load(quotas + span).to(tl.int64) - tl.load(ties_before + tile)
-    target = tl.load(targets + tile)
-    for start in range(0, count, FEW):
-        i = start + tl.arange(0, FEW)
-        value = tl.load(candidates + first + i, mask=i < count, other=0.0)
-        size = tl.where(i < count, magnitude_bits(value), -1)
+    left = tl.load(quotas + span).to(tl.int64) - tl.load(ties_before + tile, mask=there, other=0)
+    target = tl.load(targets + tile, mask=there, other=0)
+    for start in range(0, tl.max(count, 0), FEW):
+        place, listed = places_from(first, count, start)
+        value, size = load_candidates(candidates, place, listed)
         on = (size == threshold).to(tl.int32)
-        chosen = (size > threshold) | ((size == threshold) & (tl.cumsum(on, 0) <= left))
-        e = tl.load(places + first + i, mask=chosen, other=0).to(tl.int64)
-        rank = tl.cumsum(chosen.to(tl.int32), 0)
-        tl.store(indices + target + rank - 1, (base + e).to(tl.int32), mask=chosen)
-        tl.store(values + target + rank - 1, value, mask=chosen)
-        left = left - tl.sum(on, 0)
-        target = target + tl.sum(chosen.to(tl.int32), 0)
+        chosen = (size > threshold) | ((size == threshold) & (tl.cumsum(on, 1) <= left[:, None]))
+        e = tl.load(places + place, mask=chosen, other=0).to(tl.int64)
+        taken = chosen.to(tl.int32)
+        rank = target[:, None] + tl.cumsum(taken, 1) - 1
+        tl.store(indices + rank, (base[:, None] + e).to(tl.int32), mask=chosen)
+        tl.store(values + rank, value, mask=chosen)
+        left = left - tl.sum(on, 1)
+        target = target + tl.sum(taken, 1)
 
 
-@triton.jit
-def energy_of_selected(values, targets, selected, energies):
+@entry
+def energy_of_selected(part_spans, part_numbers, span_tiles, values, targets, selected, energies):
     """The energy of what a tile sends, as it is decoded."""
-    tile = tl.program_id(0)
-    count, first = tl.load(selected + tile), tl.load(targets + tile)
-    energy = tl.zeros((FEW,), tl.float64)
-    for start in range(0, count, FEW):
-        i = start + tl.arange(0, FEW)
-        wide = tl.load(values + first + i, mask=i < count, other=0.0).to(tl.float64)
+    tile, there = tiles_of_share(part_spans, part_numbers, span_tiles)
+    count = tl.load(selected + tile, mask=there, other=0)
+    first = tl.load(targets + tile, mask=there, other=0)
+    energy = tl.zeros((SHARE, FEW), tl.float64)
+    for start in range(0, tl.max(count, 0).to(tl.int32), FEW):
+        place, listed = places_from(first, count, start)
+        wide = tl.load(values + place, mask=listed, other=0.0).to(tl.float64)
         energy += wide * wide
-    tl.store(energies + tile, tl.sum(energy, 0))
+    tl.store(energies + tile, tl.sum(energy, 1), mask=there)
 
 
-@triton.jit
+@entry
 def take_back(x, table, tile_segments, bad, found, GRADS: tl.constexpr, TILE: tl.constexpr):
     """Of marked layers: subtract the gradient again where it was added."""
     tile = tl.program_id(0)
