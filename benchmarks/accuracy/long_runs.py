@@ -47,7 +47,7 @@ class Setup:
 
 SETUPS = {
     "resnet": Setup(2800, ("--preset", "resnet-fashion")),
-    "resnet, AdamW": Setup(
+    "resnet-adamw": Setup(
         2800,
         ("--preset", "resnet-fashion", "--optimizer", "adamw", "--lr", "2e-3", "--lr-scaling", "none"),
     ),
