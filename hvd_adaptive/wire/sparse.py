@@ -5,6 +5,7 @@ Everything is little endian. A **sparse layer** is::
     varint  count << 4 | value format << 1 | nonfinite
     when count > 0:
       varint  bytes of the index stream
+      u32     for each group of 4096 values but the last: the bits that it takes in the index stream
       bytes   index stream: gaps between indices, Rice-coded, bits from the least significant up
       bytes   values in index order
 
@@ -16,6 +17,9 @@ Everything is little endian. A **sparse layer** is::
   method for clustered bit-vectors", Information Processing Letters 7(6), 1978); for indices that crowd
   in some rows of a matrix. The encoder takes the cheapest of Rice's code with three ``r`` around
   ``log2(mean gap)`` and Teuhola's with the mean of ``log2(gap + 1)``.
+* The table before the stream tells a decoder where each **group** of 16 blocks begins, so that a GPU
+  decodes all of them at once; it takes 32 bits per 4096 values, 0.008 bits per value. A group whose
+  codes end elsewhere is damage to every decoder, also to one that reads them one after the other.
 * fp32 and bf16 values are the float's high bytes, fp16 is IEEE half; int8 is, for every block of 256
   values, one float32 scale and then a signed byte a value; sign is two float32, the mean magnitude of
   the positive values and that of the negative ones, and then one bit a value, from the least
@@ -38,6 +42,10 @@ HEAD_BITS = 6
 """Before each block: five of the parameter, and one that names the code."""
 HEAD_PARAMETER, HEAD_TEUHOLA = 31, 32
 """Of these bits those of the parameter, and the one of Teuhola's code."""
+GROUP = 16 * CODE_BLOCK
+"""Values whose positions can be decoded without those before them: where they begin is known."""
+GROUP_BYTES = 4
+"""Of a group's entry in the table: its bits, as ``u32``."""
 VALUE_BLOCK = 256
 MAX_SCALE = float(torch.finfo(torch.float32).max) / 127 * (1 - 2.0**-23)
 """Largest int8 scale: one float32 below the quotient, so that 127 times it cannot overflow."""
@@ -84,6 +92,7 @@ class Damage(enum.IntEnum):
     padding = 9
     value = 10
     trailing = 11
+    group = 12
 
     @property
     def text(self) -> str:
@@ -104,6 +113,7 @@ _DAMAGE_TEXT = {
     Damage.padding: "the padding of the index stream or of the signs is not zero",
     Damage.value: "a value or a scale is NaN or Inf",
     Damage.trailing: "bytes are left over after the last layer",
+    Damage.group: "a group of positions does not end where its table says",
 }
 
 
@@ -161,12 +171,22 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
     return sparse_bytes(count, bits, values)
 
 
+def group_table_bytes(count: int) -> int:
+    """The bytes of the table that says how long each group of a layer's positions is, but the last.
+
+    Example:
+        >>> [group_table_bytes(count) for count in (0, 4096, 4097, 8193)]
+        [0, 0, 4, 8]
+    """
+    return GROUP_BYTES * (max(count - 1, 0) // GROUP)
+
+
 def sparse_bytes(count: int, index_bits: int, values: ValueFormat) -> int:
     """The bytes of a sparse layer whose index stream takes so many bits.
 
     Args:
         count: values sent.
-        index_bits: of the stream, its codes included.
+        index_bits: of the stream, what its blocks begin with included, without the table of groups.
         values: how they are sent.
 
     Example:
@@ -176,4 +196,5 @@ def sparse_bytes(count: int, index_bits: int, values: ValueFormat) -> int:
     if count == 0:
         return 1
     index_bytes = -(-index_bits // 8)
-    return varint_bytes(count << 4) + varint_bytes(index_bytes) + index_bytes + values.nbytes(count)
+    positions = varint_bytes(index_bytes) + group_table_bytes(count) + index_bytes
+    return varint_bytes(count << 4) + positions + values.nbytes(count)

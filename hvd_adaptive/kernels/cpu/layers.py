@@ -13,16 +13,18 @@ from hvd_adaptive.kernels.cpu.enums import COUNT, FORMAT, SIGN, TRUNCATED
 from hvd_adaptive.kernels.cpu.intrinsics import float32_pointer, load_f32, prefetch, store_f32
 from hvd_adaptive.kernels.cpu.memory import AHEAD
 from hvd_adaptive.kernels.cpu.positions import (
+    check_group,
     check_positions_end,
     choose_codes,
     decode_index,
     get_positions,
     get_positions_pair,
+    group_table_bytes,
     put_positions,
 )
 from hvd_adaptive.kernels.cpu.streams import bit_length, get_varint, put_varint, varint_bytes
 from hvd_adaptive.kernels.cpu.values import bytes_of_values, put_values, read_values
-from hvd_adaptive.wire.sparse import CODE_BLOCK, HEAD_BITS, damaged
+from hvd_adaptive.wire.sparse import CODE_BLOCK, GROUP, HEAD_BITS, damaged
 
 
 @kernel
@@ -38,6 +40,7 @@ def sparse_bound(numel, count, value_format):
     return (
         varint_bytes(count << 4)
         + varint_bytes(index_bytes)
+        + group_table_bytes(count)
         + index_bytes
         + bytes_of_values(count, value_format)
     )
@@ -59,7 +62,8 @@ def encode_layer(out, indices, values, count, value_format, heads):
 def read_head(position, end, n, expected):
     """What a layer's bytes announce: (damage, next address or that of the damage, count, how, bytes).
 
-    Count -1 marks a nonfinite layer; ``bytes`` are those of the positions, which come next.
+    Count -1 marks a nonfinite layer; ``bytes`` are those of the index stream, which comes next: the
+    table of its groups is in front of the next address.
     """
     header, after = get_varint(position, end)
     if header < 0:
@@ -76,6 +80,7 @@ def read_head(position, end, n, expected):
     index_bytes, position = get_varint(after, end)
     if index_bytes < 0:
         return -index_bytes, position, 0, 0, 0
+    position += group_table_bytes(count)
     value_bytes = bytes_of_values(count, value_format)
     if index_bytes > end - position or value_bytes > end - position - index_bytes:
         return TRUNCATED, end, 0, 0, 0
@@ -170,19 +175,23 @@ def add_at_positions(position, end, out, n, count, scale, indices, values):
     are decoded: for one the processor waits for the position before, for the other for memory.
     """
     bit, index, head = int64(0), int64(-1), int64(0)
-    word, left = uint64(0), int64(0)
+    word, left, due = uint64(0), int64(0), int64(0)
     damage, done = int64(0), int64(0)
-    for i in range(count):
-        damage, bit, index, head, word, left = decode_index(
-            position, end, n, i, bit, index, head, word, left
-        )
+    for first in range(0, count, GROUP):
+        damage, due = check_group(position, count, first, bit, due)
+        for i in range(first, first if damage else min(first + GROUP, count)):
+            damage, bit, index, head, word, left = decode_index(
+                position, end, n, i, bit, index, head, word, left
+            )
+            if damage:
+                break
+            indices[i] = int32(index)
+            prefetch(out + 4 * index)
+            if i >= AHEAD:
+                _exchange(out, done, scale, indices, values)
+                done += 1
         if damage:
             break
-        indices[i] = int32(index)
-        prefetch(out + 4 * index)
-        if i >= AHEAD:
-            _exchange(out, done, scale, indices, values)
-            done += 1
     where = position + (bit >> 3)
     if damage == 0:
         damage, where = check_positions_end(position, end, bit)

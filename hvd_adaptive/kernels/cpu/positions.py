@@ -4,13 +4,34 @@
 
 from __future__ import annotations
 
-from numba import int32, int64, uint64
+from numba import int32, int64, uint32, uint64
 
 from hvd_adaptive.kernels.cpu.compiling import inlined, kernel
+from hvd_adaptive.kernels.cpu.enums import GROUP as WRONG_GROUP
 from hvd_adaptive.kernels.cpu.enums import INDEX, LENGTH, PADDING, PARAMETER, RUN, TRUNCATED
-from hvd_adaptive.kernels.cpu.intrinsics import load_u64, store_u64, trailing_zeros, whole_log2
+from hvd_adaptive.kernels.cpu.intrinsics import (
+    load_u32,
+    load_u64,
+    store_u32,
+    store_u64,
+    trailing_zeros,
+    whole_log2,
+)
 from hvd_adaptive.kernels.cpu.streams import bit_length, stream_window
-from hvd_adaptive.wire.sparse import CODE_BLOCK, HEAD_BITS, HEAD_PARAMETER, HEAD_TEUHOLA
+from hvd_adaptive.wire.sparse import (
+    CODE_BLOCK,
+    GROUP,
+    GROUP_BYTES,
+    HEAD_BITS,
+    HEAD_PARAMETER,
+    HEAD_TEUHOLA,
+)
+
+
+@kernel
+def group_table_bytes(count):
+    """``wire.sparse.group_table_bytes``, as a kernel."""
+    return GROUP_BYTES * (max(count - 1, 0) // GROUP)
 
 
 @kernel
@@ -52,10 +73,20 @@ def choose_codes(indices, count, heads):
 
 @kernel
 def put_positions(out, indices, count, heads):
-    """Write the index stream; whole 8-byte words are stored, so SLACK bytes past it are touched."""
+    """Write the table of groups and the index stream.
+
+    Whole 8-byte words are stored, so SLACK bytes past it are touched.
+    """
     word, fill = uint64(0), int64(0)
     previous = int64(-1)
+    entry = out
+    out += group_table_bytes(count)
+    group_start = 8 * out
     for start in range(0, count, CODE_BLOCK):
+        if start % GROUP == 0 and start > 0:
+            store_u32(entry, uint32(8 * out + fill - group_start))
+            entry += GROUP_BYTES
+            group_start = 8 * out + fill
         head = int64(heads[start // CODE_BLOCK])
         word |= uint64(head) << uint64(fill)
         fill += HEAD_BITS
@@ -122,6 +153,20 @@ def _name_excess(position, bit, end, n, head, zeros, quotient, width):
 
 
 @inlined
+def check_group(position, count, i, bit, due):
+    """(damage, ``due``): if a group ends before index i, whether it does so at the bit that is due.
+
+    ``due`` is the bit at which the group before that ended. The table lies in front of ``position``.
+    """
+    if i % GROUP == 0 and i > 0:
+        entry = i // GROUP - 1
+        due += int64(load_u32(position - group_table_bytes(count) + GROUP_BYTES * entry))
+        if bit != due:
+            return WRONG_GROUP, due
+    return 0, due
+
+
+@inlined
 def decode_index(position, end, n, i, bit, index, head, word, left):
     """Decode index i, below n: (damage, bit, index, head, word, left), all but the first as for i + 1.
 
@@ -173,21 +218,31 @@ def check_positions_end(position, end, bit):
 
 @kernel
 def get_positions(position, end, n, indices, count):
-    """Decode count indices below n from the stream in [position, end); returns (damage, address)."""
-    return _get_positions_rest(position, end, n, indices, 0, count, int64(0), int64(-1), int64(0))
+    """Decode count indices below n from the stream in [position, end); returns (damage, address).
+
+    The table of groups lies in front of the stream.
+    """
+    zero = int64(0)
+    return _get_positions_rest(position, end, n, indices, 0, count, zero, int64(-1), zero, zero)
 
 
 @kernel
-def _get_positions_rest(position, end, n, indices, start, count, bit, index, head):
-    """The same from index number ``start`` on; ``bit``, ``index`` and ``head`` are those before it."""
+def _get_positions_rest(position, end, n, indices, start, count, bit, index, head, due):
+    """The same from index number ``start`` on; ``bit`` and all after it are those before it."""
     word, left = uint64(0), int64(0)
-    for i in range(start, count):
-        damage, bit, index, head, word, left = decode_index(
-            position, end, n, i, bit, index, head, word, left
-        )
+    while start < count:
+        damage, due = check_group(position, count, start, bit, due)
         if damage:
             return damage, position + (bit >> 3)
-        indices[i] = int32(index)
+        stop = min(count, (start // GROUP + 1) * GROUP)
+        for i in range(start, stop):
+            damage, bit, index, head, word, left = decode_index(
+                position, end, n, i, bit, index, head, word, left
+            )
+            if damage:
+                return damage, position + (bit >> 3)
+            indices[i] = int32(index)
+        start = stop
     return check_positions_end(position, end, bit)
 
 
@@ -217,18 +272,20 @@ def get_positions_pair(positions, ends, n, indices, counts):
     """
     one, other = indices
     here, there = positions
-    bit, index, head = int64(0), int64(-1), int64(0)
-    bit2, index2, head2 = int64(0), int64(-1), int64(0)
+    bit, index, head, due = int64(0), int64(-1), int64(0), int64(0)
+    bit2, index2, head2, due2 = int64(0), int64(-1), int64(0), int64(0)
     last, last2 = 8 * (ends[0] - here - 8), 8 * (ends[1] - there - 8)
     none, left = uint64(0), int64(0)
     both, i = min(counts[0], counts[1]), int64(0)
     while i < both:
         # What is not quick: the start of a block, a long gap, the last bytes.
+        wrong, due = check_group(here, counts[0], i, bit, due)
+        wrong2, due2 = check_group(there, counts[1], i, bit2, due2)
         bad, bit, index, head, _, _ = decode_index(here, ends[0], n, i, bit, index, head, none, left)
         bad2, bit2, index2, head2, _, _ = decode_index(
             there, ends[1], n, i, bit2, index2, head2, none, left
         )
-        if bad or bad2:
+        if wrong or wrong2 or bad or bad2:
             return False
         one[i], other[i] = int32(index), int32(index2)
         i += 1
@@ -241,6 +298,8 @@ def get_positions_pair(positions, ends, n, indices, counts):
             bit, index, bit2, index2 = next_bit, next_index, next_bit2, next_index2
             one[i], other[i] = int32(index), int32(index2)
             i += 1
-    damage, _ = _get_positions_rest(here, ends[0], n, one, both, counts[0], bit, index, head)
-    damage2, _ = _get_positions_rest(there, ends[1], n, other, both, counts[1], bit2, index2, head2)
+    damage, _ = _get_positions_rest(here, ends[0], n, one, both, counts[0], bit, index, head, due)
+    damage2, _ = _get_positions_rest(
+        there, ends[1], n, other, both, counts[1], bit2, index2, head2, due2
+    )
     return damage == 0 and damage2 == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,12 +12,15 @@ from hvd_adaptive.kernels.reference.encoding import in_blocks, unpack_bits
 from hvd_adaptive.wire import ValueFormat
 from hvd_adaptive.wire.sparse import (
     CODE_BLOCK,
+    GROUP,
+    GROUP_BYTES,
     HEAD_BITS,
     HEAD_PARAMETER,
     HEAD_TEUHOLA,
     VALUE_BLOCK,
     Damage,
     damaged,
+    group_table_bytes,
 )
 from hvd_adaptive.wire.varint import MAX_VARINT_BYTES
 
@@ -49,11 +53,20 @@ def _window(stream: bytes, bit: int) -> int:
     return int.from_bytes(stream[bit >> 3 : (bit >> 3) + 9], "little") >> (bit & 7)
 
 
-def _read_indices(stream: bytes, start: int, numel: int, count: int) -> list[int]:
+def _group_ends(table: bytes) -> list[int]:
+    """Where each group but the last ends, in bits of the stream, as its table says."""
+    entries = (table[place : place + GROUP_BYTES] for place in range(0, len(table), GROUP_BYTES))
+    return [*itertools.accumulate(int.from_bytes(entry, "little") for entry in entries)]
+
+
+def _read_indices(stream: bytes, table: bytes, start: int, numel: int, count: int) -> list[int]:
     """Decode ``count`` indices; ``start`` is where the stream lies in the body, for messages."""
     size, bit, index, r, grows, most = 8 * len(stream), 0, -1, 0, False, 0
+    group_ends = _group_ends(table)
     indices = []
     for i in range(count):
+        if i % GROUP == 0 and i > 0 and bit != group_ends[i // GROUP - 1]:
+            raise _FoundError(Damage.group, start + (bit >> 3))
         if i % CODE_BLOCK == 0:
             head = _window(stream, bit)
             r, grows = head & HEAD_PARAMETER, bool(head & HEAD_TEUHOLA)
@@ -132,12 +145,13 @@ def _decode_layer(
     if code > max(ValueFormat) or (expected is not None and code != expected):
         raise _FoundError(Damage.format, position)
     how = ValueFormat(code)
-    index_bytes, position = _read_varint(data, after)
+    index_bytes, table = _read_varint(data, after)
+    position = table + group_table_bytes(count)
     after = position + index_bytes
     end = after + how.nbytes(count)
     if end > len(data):
         raise _FoundError(Damage.truncated, len(data))
-    indices = _read_indices(data[position:after], position, numel, count)
+    indices = _read_indices(data[position:after], data[table:position], position, numel, count)
     if how is ValueFormat.sign:
         _check_signs(body[after:end], after, count)
     values = _decode_values(body[after:end], count, how)

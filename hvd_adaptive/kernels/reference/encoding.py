@@ -9,6 +9,7 @@ from torch import Tensor
 from hvd_adaptive.wire import ValueFormat
 from hvd_adaptive.wire.sparse import (
     CODE_BLOCK,
+    GROUP,
     HEAD_BITS,
     HEAD_PARAMETER,
     HEAD_TEUHOLA,
@@ -63,8 +64,8 @@ def _codes(gaps: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return zeros, widths, lows
 
 
-def _index_stream(indices: Tensor) -> Tensor:
-    """The coded gaps of rising int64 indices, as bytes."""
+def _index_stream(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of each group but the last as u32, and the coded gaps of rising int64 indices: bytes."""
     device = indices.device
     gaps, rows, sizes = gap_blocks(indices)
     heads, lengths = block_heads(rows, sizes)
@@ -82,8 +83,8 @@ def _index_stream(indices: Tensor) -> Tensor:
     for bit in range(int(widths.max())):
         has = widths > bit
         bits[(ones + 1 + bit)[has]] = ((lows[has] >> bit) & 1).to(torch.uint8)
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
-    return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    group_starts = starts[:: GROUP // CODE_BLOCK]
+    return torch.diff(group_starts).to(torch.int32).view(torch.uint8), _pack(bits)
 
 
 def _encode_values(values: Tensor, how: ValueFormat) -> tuple[Tensor, Tensor]:
@@ -147,10 +148,10 @@ def encode_layer(indices: Tensor, values: Tensor, how: ValueFormat) -> tuple[lis
     header = write_varint(count << 4 | (how << 1 if count else 0))
     if count == 0:
         return [bytes_tensor(header, values.device)], values
-    stream = _index_stream(indices)
+    table, stream = _index_stream(indices)
     data, decoded = _encode_values(values, how)
     header += write_varint(stream.numel())
-    return [bytes_tensor(header, values.device), stream, data], decoded
+    return [bytes_tensor(header, values.device), table, stream, data], decoded
 
 
 def bytes_tensor(data: bytes, device: torch.device) -> Tensor:
