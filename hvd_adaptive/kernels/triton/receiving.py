@@ -1,8 +1,9 @@
 """Sparse bodies on a GPU: their positions are decoded once, then their values are added.
 
-A stream of positions says only at the end of a block of 256 where the next one begins. So the blocks of
-a layer are decoded one after the other, each of them at once by 128 threads; the layers and the bodies
-side by side. A bucket of one very large layer is the worst case: some microseconds per 256 values.
+A stream of positions says only at the end of a block of 256 where the next one begins, but in front of
+it stands how many bits each group of 16 blocks takes. So the groups of all layers and bodies are decoded
+side by side, the blocks of one after the other, each of them at once by all threads of a program. Within
+a group positions count from the group before; what they count from is added when all are known.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.kernels.triton.jit import decoding as jit
-from hvd_adaptive.kernels.triton.launching import first_of, launch, pointers, read_back, upload
+from hvd_adaptive.kernels.triton.launching import launch, pointers, read_back, upload
 from hvd_adaptive.wire import ValueFormat
+from hvd_adaptive.wire.sparse import GROUP
 
 _SIZE = 1024
-"""Values of a program at a time."""
-_MOST_PROGRAMS = 64
-"""Of one layer."""
+"""Values of a program, once their positions are known."""
+_PARTS = GROUP // _SIZE
+"""Such programs of a group."""
+_FIELDS = 8
+"""Columns of the table of places."""
+_WARPS = 8
+"""Of a program that decodes positions: it has 4,096 bits in hand."""
 
 
 class ReceivedSparse:
@@ -32,6 +38,7 @@ class ReceivedSparse:
         numels: elements of each layer.
         values: the format that all layers must have; None takes each layer's own.
         whole: whether each body is one layer over all of them.
+        outs: what :meth:`add_to_outs` changes, one for each layer.
     """
 
     def __init__(
@@ -40,53 +47,63 @@ class ReceivedSparse:
         numels: Sequence[int],
         values: ValueFormat | None,
         whole: bool,
+        outs: Sequence[Tensor] = (),
     ) -> None:
         device = bodies[0].device
         self._device, self._whole, self._count, self._layers = device, whole, len(bodies), len(numels)
         self._kept = list(bodies)  # the table has their addresses only
-        spans = [sum(numels)] if whole else list(numels)
-        self._spans = len(spans)
-        room = [min(sum(spans), 8 * body.numel()) for body in bodies]  # a position has a bit at least
-        starts = np.cumsum([0, *room])
-        table = [
-            (body.data_ptr(), body.numel(), start)
-            for body, start in zip(bodies, starts.tolist(), strict=False)
-        ]
-        self._bodies = upload(np.array(table, np.int64), device)
-        self._edges = upload(np.cumsum([0, *numels]), device)
-        sizes = upload(np.array(spans, np.int64), device)
-        rows = self._count * (self._spans + 1)
-        self._places = torch.zeros((rows, 8), dtype=torch.int64, device=device)
-        self._indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=device)
-        self._programs = max(1, min(_MOST_PROGRAMS, -(-max(spans, default=0) // _SIZE)))
+        self._tables(numels, values, outs)
+        rows = self._count * (self._spans + 1) * _FIELDS
+        slots = self._count * self._room
+        zeros = torch.zeros(rows + slots, dtype=torch.int64, device=device)
+        self._places, self._slots = zeros.split([rows, slots])
+        totals = torch.empty(slots, dtype=torch.int64, device=device)
+        self._found = torch.empty(self._spans + 2, dtype=torch.int64, device=device)
         expected = -1 if values is None else int(values)
+        shape = (self._spans, self._room)
         launch(
-            *(jit.walk, (self._count,), device, self._bodies, sizes, self._places, self._spans),
-            expected,
+            *(jit.walk, (self._count,), device, self._bodies, self._sizes, self._places),
+            *(self._slots, *shape, expected),
         )
-        grid = (self._count, self._spans)
+        source = (self._bodies, self._sizes, self._places, self._slots, self._indices, totals, *shape)
+        grid = (self._count, self._room)
+        launch(jit.decode_positions, grid, device, *source, num_warps=_WARPS)
+        launch(jit.place_and_check, (*grid, _PARTS), device, *source, SIZE=_SIZE)
         launch(
-            *(jit.decode_positions, grid, device, self._bodies, sizes, self._places, self._indices),
-            self._spans,
+            *(jit.summarize, (1,), device, self._places, self._found, self._count, self._spans),
+            SIZE=256,
         )
-        launch(
-            *(jit.check_values, (*grid, self._programs), device, self._bodies, self._places),
-            self._spans,
-            SIZE=_SIZE,
-        )
-        self._found = self._places[: self._count * self._spans].view(self._count, self._spans, 8)
-        trailing = self._places[self._count * self._spans :, 0].sum()
-        self._first_wrong = first_of(self._found[:, :, 5].amax(0))
-        self._damaged = self._found[:, :, 5].sum() + trailing
 
-    def add_to(self, outs: Sequence[Tensor], scale: float | None) -> None:
+    def _tables(
+        self, numels: Sequence[int], values: ValueFormat | None, outs: Sequence[Tensor]
+    ) -> None:
+        """What the host knows, in one upload, and room for the positions."""
+        spans = [sum(numels)] if self._whole else list(numels)
+        self._spans = len(spans)
+        # a position has a bit at least, and so has a value
+        bits = 1 + (ValueFormat.sign if values is None else values).bits
+        most = [min(sum(spans), 8 * body.numel() // bits) for body in self._kept]
+        starts = np.cumsum([0, *most])
+        self._indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
+        self._room = max(most) // GROUP + self._spans
+        addresses = pointers(self._kept, self._count)
+        sizes = [body.numel() for body in self._kept]
+        bodies = np.stack([addresses, np.array(sizes, np.int64), starts[:-1]], axis=1)
+        parts = [
+            *(bodies.reshape(-1), np.array(spans, np.int64)),
+            *(np.cumsum([0, *numels]), pointers(outs, len(outs))),
+        ]
+        tables = upload(np.concatenate(parts), self._device).split([len(part) for part in parts])
+        self._bodies, self._sizes, self._edges, self._outs = tables
+
+    def add_to_outs(self, scale: float | None) -> None:
         """Add ``scale`` times the values, or clear where they would go; up to the first damage."""
-        addresses = upload(pointers(outs, len(outs)), self._device)
+        first_wrong = self._found[self._spans + 1 :]
         for number in range(self._count):
             launch(
-                *(jit.add_values, (self._spans, self._programs), self._device, self._bodies),
-                *(self._places, self._indices, addresses, self._edges, self._layers),
-                *(self._first_wrong, number, self._spans, float(np.float32(scale or 0.0))),
+                *(jit.add_values, (self._room, _PARTS), self._device, self._bodies, self._places),
+                *(self._slots, self._indices, self._outs, self._edges, first_wrong, self._layers),
+                *(number, self._spans, self._room, float(np.float32(scale or 0.0))),
                 CLEARS=scale is None,
                 WHOLE=self._whole,
                 SIZE=_SIZE,
@@ -97,22 +114,21 @@ class ReceivedSparse:
 
         Of a body that is not damaged. Waits for the device, because the sizes are those of the tensors.
         """
-        counts = read_back(self._found[0, :, 2].contiguous())
+        rows = self._places[: self._spans * _FIELDS].view(self._spans, _FIELDS)
+        counts = read_back(rows[:, 2].contiguous())
         total = int(counts.sum())
         values = torch.empty(total, device=self._device)
         launch(
-            *(jit.list_values, (self._spans, self._programs), self._device, self._bodies),
-            *(self._places, values, self._spans),
+            *(jit.list_values, (self._room, _PARTS), self._device, self._bodies, self._places),
+            *(self._slots, values, self._spans, self._room),
             SIZE=_SIZE,
         )
         return counts, self._indices[:total], values
 
     def findings(self) -> tuple[bool, npt.NDArray[np.uint8]]:
         """Whether something is damaged, and the marks of layers before that; waits for the device."""
-        numbers = torch.arange(self._spans, device=self._device)
-        marked = self._found[:, :, 4].amax(0) * (numbers < self._first_wrong)
-        found = read_back(torch.cat([marked, self._damaged.view(1)]))
-        marks = found[:-1].astype(np.uint8)
+        found = read_back(self._found)
+        marks = found[: self._spans].astype(np.uint8)
         if self._whole:
             marks = np.repeat(marks, self._layers)
-        return bool(found[-1]), marks
+        return bool(found[self._spans]), marks

@@ -17,6 +17,7 @@ What is not here is that of the reference: :func:`position_bits`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -142,13 +143,15 @@ def _read(
     """The bytes, the statistics of each layer, and where each piece ends: the wait of a call."""
     layers = segments.layers
     energies = torch.stack([selection.energies, selection.sent_energies()], 1)
-    columns = [
-        sums_between(energies, segments.layer_ranges),
-        selection.layer_counts.double().unsqueeze(1),
-        selection.nonfinite.double().unsqueeze(1),
-    ]
-    found = read_back(torch.cat([torch.cat(columns, 1).view(-1), ends.double()]))  # exact to 2^53
-    stats, places = found[: 4 * layers].reshape(layers, 4), found[4 * layers :].astype(np.int64)
+    sums, number = sums_between(energies, segments.layer_ranges), segments.pieces + 1
+    found = torch.empty(4 * layers + number, dtype=torch.float64, device=data.device)
+    launch(
+        *(jit.read_statistics, (layers + 1,), data.device, sums, selection.layer_counts),
+        *(selection.nonfinite, ends, found, layers, number),
+        SIZE=1024,
+    )
+    numbers = read_back(found)  # exact to 2^53
+    stats, places = numbers[: 4 * layers].reshape(layers, 4), numbers[4 * layers :].astype(np.int64)
     if stats[:, 3].any():
         stats[stats[:, 3] != 0, :3] = 0
         selection.take_back()
@@ -197,36 +200,41 @@ def _encode(
         numels: elements of the vector that each piece's positions are of.
         positions: what is sent as the positions of the selected elements.
     """
-    device, pieces, blocks = x.device, segments.pieces, (segments.blocks,)
-    sizes = zip(numels.tolist(), segments.most.tolist(), strict=True)
-    most = reserve + sum(max_sparse_bytes(numel, count, values) for numel, count in sizes)
+    device, pieces, grid = x.device, segments.pieces, (segments.blocks,)
+    most = reserve + _room(numels.tobytes(), segments.most.tobytes(), values)
     words = torch.zeros(most // 4 + 2, dtype=torch.int32, device=device)
     body = words.view(torch.uint8)
-    heads = torch.zeros(segments.blocks, dtype=torch.int32, device=device)
-    lengths = torch.zeros(segments.blocks, dtype=torch.int64, device=device)
+    heads = torch.empty(segments.blocks, dtype=torch.int32, device=device)
+    bits = torch.empty(segments.blocks + 1, dtype=torch.int64, device=device)
     placed = (segments.block_pieces, segments.first_blocks, segments.capacities, selection.counts)
-    launch(jit.choose_heads, blocks, device, *placed, positions, heads, lengths)
-    before = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
-    streams, value_starts = torch.empty((2, pieces), dtype=torch.int64, device=device)
-    ends = torch.empty(pieces + 1, dtype=torch.int64, device=device)
+    launch(jit.choose_heads, grid, device, *placed, positions, heads, bits)
+    ends = torch.empty(1 + 3 * pieces, dtype=torch.int64, device=device)
     launch(
-        *(jit.place_pieces, (1,), device, body, selection.counts),
-        *(selection.wrong[segments.piece_spans], before[segments.first_blocks], streams),
-        *(value_starts, ends, pieces, reserve),
+        *(jit.place_pieces, (1,), device, body, selection.counts, selection.wrong),
+        *(segments.piece_spans, segments.first_blocks, bits, ends, segments.blocks, pieces, reserve),
         FORMAT=int(values),
     )
-    launch(*(jit.write_stream, blocks, device, *placed, positions, heads, before, streams, words))
-    means = torch.zeros((pieces, 2), dtype=torch.float32, device=device)
+    ends, streams, value_starts = ends.split([1 + pieces, pieces, pieces])
+    launch(*(jit.write_stream, grid, device, *placed, positions, heads, bits, streams, words))
+    means = selection.values  # of no use but for signs
     if values is ValueFormat.sign:
-        sums = torch.zeros((segments.blocks, 3), dtype=torch.float64, device=device)
-        launch(jit.sum_sides, blocks, device, *placed, selection.values, sums)
+        means = torch.empty((pieces, 2), dtype=torch.float32, device=device)
+        sums = torch.empty((segments.blocks, 3), dtype=torch.float64, device=device)
+        launch(jit.sum_sides, grid, device, *placed, selection.values, sums)
         launch(jit.find_means, (pieces,), device, *placed[1:], selection.values, sums, means)
     launch(
-        *(jit.write_values, blocks, device, *placed, selection.indices, selection.values, means),
+        *(jit.write_values, grid, device, *placed, selection.indices, selection.values, means),
         *(value_starts, segments.piece_offsets, body, x),
         FORMAT=int(values),
     )
     return body, ends
+
+
+@functools.lru_cache(maxsize=256)
+def _room(numels: bytes, counts: bytes, values: ValueFormat) -> int:
+    """Bytes that pieces take at most; kept, because a bucket has the same ones at every step."""
+    sizes = zip(*(np.frombuffer(each, np.int64).tolist() for each in (numels, counts)), strict=True)
+    return sum(max_sparse_bytes(numel, count, values) for numel, count in sizes)
 
 
 def decompress_add_(
@@ -262,10 +270,11 @@ def _add_(
     whole: bool,
 ) -> npt.NDArray[np.uint8]:
     """Add bodies one after the other; WireError for the first that is damaged."""
-    for body in bodies:
-        numels = check_outs(body, outs, whole)
-    received = ReceivedSparse(bodies, numels, values, whole)
-    received.add_to(outs, scale)
+    numels = check_outs(bodies[0], outs, whole)
+    for body in bodies[1:]:
+        check_body(body, bodies[0])
+    received = ReceivedSparse(bodies, numels, values, whole, outs)
+    received.add_to_outs(scale)
     damaged, marks = received.findings()
     for layer in np.flatnonzero(marks).tolist():
         outs[layer].fill_(torch.nan)
@@ -289,8 +298,8 @@ def clear_(
 ) -> None:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.clear_`."""
     numels = check_outs(body, outs, whole)
-    received = ReceivedSparse([body], numels, values, whole)
-    received.add_to(outs, None)
+    received = ReceivedSparse([body], numels, values, whole, outs)
+    received.add_to_outs(None)
     damaged, _ = received.findings()
     if damaged:
         _raise_damage([body], numels, values, whole)

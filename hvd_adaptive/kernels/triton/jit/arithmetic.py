@@ -81,12 +81,18 @@ def bit_length(x):
 
 
 @triton.jit
-def load_float(data, mask):
-    """Little-endian float32 at any byte."""
+def load_word(data, mask):
+    """Little-endian uint32 at any byte."""
     word = tl.load(data, mask=mask, other=0).to(tl.uint32)
     for byte in tl.static_range(1, 4):
         word = word | (tl.load(data + byte, mask=mask, other=0).to(tl.uint32) << (8 * byte))
-    return word.to(tl.float32, bitcast=True)
+    return word
+
+
+@triton.jit
+def load_float(data, mask):
+    """Little-endian float32 at any byte."""
+    return load_word(data, mask).to(tl.float32, bitcast=True)
 
 
 @triton.jit

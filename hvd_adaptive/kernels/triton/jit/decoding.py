@@ -1,6 +1,9 @@
 """Received sparse bodies: headers, positions and values; every length and index is checked.
 
-A row of ``places`` is for one span of one body, which is a layer, or all of them.
+A row of ``places`` is for one span of one body, which is a layer, or all of them. A program has a
+*group* of a span's values, of which the table in front of the index stream says where it begins: groups
+are decoded side by side, as positions that count from the group before. Each body has ``room`` *slots*
+for its groups; what is in one is the number of a span, counted from 1, or 0.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -8,28 +11,33 @@ A row of ``places`` is for one span of one body, which is a layer, or all of the
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, entry, load_float
+from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, entry, load_float, load_word
 from hvd_adaptive.kernels.triton.jit.encoding import (
     BF16,
     BLOCK,
     FP16,
     FP32,
+    GROUP,
     HEAD_BITS,
     HEAD_PARAMETER,
     HEAD_TEUHOLA,
     INT8,
     SIGN,
+    table_bytes,
 )
 
 FIELDS = tl.constexpr(8)
-"""Columns: stream, values, count, format, mark, what is wrong, place in the indices, unused."""
+"""Columns: stream, values, count, format, mark, what is wrong, first index, first slot."""
 BODY_FIELDS = tl.constexpr(3)
-"""Columns of the table of bodies: address, bytes, place of its first index."""
+"""Columns of the table of bodies: address, bytes, first index."""
 WINDOW = tl.constexpr(4096)
 """Bits that are looked at together; some 256 codes of selections of 1 %."""
 LAST_BIT = tl.constexpr(4095)
 LONGEST = tl.constexpr(31)
 """The most low bits of a code."""
+WORDS = tl.constexpr(128)
+"""Of 32 bits: those of a window, or entries of a table, that are looked at together."""
+WORD_BITS = tl.constexpr(32)
 
 
 @triton.jit
@@ -57,18 +65,19 @@ def bytes_of(count, code):
 
 
 @entry
-def walk(bodies, numels, places, spans, expected):
-    """Where the spans of each body lie; after the first damaged one all are."""
+def walk(bodies, numels, places, slots, spans, room, expected):
+    """Where the spans of each body lie, and which span a slot is for; none after the first damage."""
     number = tl.program_id(0)
     data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
     size = tl.load(bodies + BODY_FIELDS * number + 1)
     base = tl.load(bodies + BODY_FIELDS * number + 2)
+    slot = number.to(tl.int64) * room
     position = size * 0
     wrong = size * 0
     for span in range(spans):
         header, after, cut = read_varint(data, position, size)
         count, code, marked = header >> 4, (header >> 1) & 7, header & 1
-        stream_bytes, stream, short = read_varint(data, after, size)
+        stream_bytes, table, short = read_varint(data, after, size)
         some = (count > 0).to(tl.int64)
         wrong = wrong | cut | ((code != 0).to(tl.int64) & (1 - some))
         numel = tl.load(numels + span)
@@ -76,6 +85,7 @@ def walk(bodies, numels, places, spans, expected):
         bad = bad | ((expected >= 0) & (code != expected)).to(tl.int64)
         # each code has a bit at least
         bad = bad | (stream_bytes > size).to(tl.int64) | (count > 8 * stream_bytes).to(tl.int64)
+        stream = table + table_bytes(count)
         values = stream + stream_bytes
         end = values + bytes_of(count, code)
         bad = bad | (end > size).to(tl.int64)
@@ -90,44 +100,72 @@ def walk(bodies, numels, places, spans, expected):
         tl.store(row + 4, tl.where(wrong > 0, 0, marked))
         tl.store(row + 5, wrong)
         tl.store(row + 6, base)
+        tl.store(row + 7, slot)
+        groups = (count + GROUP - 1) // GROUP
+        for first in range(0, groups, WORDS):
+            group = first + tl.arange(0, WORDS)
+            tl.store(slots + slot + group, group * 0 + span + 1, mask=group < groups)
         base = base + count
+        slot = slot + groups
     # a row of its own says whether bytes are left over
     row = places + (tl.num_programs(0) * spans + number) * FIELDS
     tl.store(row, (position != size).to(tl.int64))
 
 
 @triton.jit
-def load_window(data, bit, end):
-    """The 32 bits from ``bit`` on, int64; zeros from byte ``end`` on."""
-    byte, shift = bit >> 3, bit & 7
-    word = tl.load(data + byte, mask=byte < end, other=0).to(tl.int64)
-    for step in tl.static_range(1, 5):
-        more = tl.load(data + byte + step, mask=byte + step < end, other=0).to(tl.int64)
-        word = word | (more << (8 * step))
-    return (word >> shift) & 0xFFFFFFFF
+def find_group(places, slots, number, spans, room, slot):
+    """(place of a body's slot, its span or -1, the row of that, the number of the group in there)."""
+    place = number * room + slot
+    span = tl.load(slots + place) - 1
+    row = places + (number * spans + tl.maximum(span, 0)) * FIELDS
+    return place, span, row, place - tl.load(row + 7)
+
+
+@triton.jit
+def words_at(data, bit, end):
+    """(address of the aligned word that holds a bit, the bit's place in it, bits until byte ``end``).
+
+    A word may begin before the bytes or end after them, but never holds none of them: it can be read.
+    """
+    byte = data + (bit >> 3)
+    word = byte - (byte & 3)
+    place = ((byte & 3) * 8 + (bit & 7)).to(tl.int32)
+    left = tl.minimum(tl.maximum(data + end - word, 0) * 8, 1 << 30).to(tl.int32)
+    return word.to(tl.pointer_type(tl.uint32)), place, left
+
+
+@triton.jit
+def load_window(words, place, left):
+    """The 32 bits from some places on, as uint32; zeros after the bits that are left."""
+    word, shift = place // WORD_BITS, (place & 31).to(tl.uint32)
+    low = tl.load(words + word, mask=word * WORD_BITS < left, other=0)
+    high = tl.load(words + word + 1, mask=(word + 1) * WORD_BITS < left, other=0)
+    window = (low >> shift) | ((high << 1) << (31 - shift))
+    there = left - place
+    last = ((there * 0 + 1) << tl.minimum(tl.maximum(there, 0), 31)).to(tl.uint32) - 1
+    return tl.where(there >= WORD_BITS, window, window & last)
 
 
 @triton.jit
 def first_one(window):
-    """Zeros before the first one bit of 32; at least 31 where there is none."""
-    lowest = (window & -window).to(tl.float32)  # exact: a power of two
+    """Zeros before the first one bit of 32, int32; 31 where there is none."""
+    lowest = (window & (~window + 1)).to(tl.float32)  # exact: a power of two
     exponent = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
-    return tl.where(window == 0, 31, exponent).to(tl.int64)
+    return tl.where(window == 0, 31, exponent)
 
 
 @triton.jit
-def find_codes(data, bit, end, r, grows):
-    """Starts of the next codes, up to 256, and where each ends, in bits from ``bit`` on.
+def find_codes(words, place, left, r, grows):
+    """Starts of the next codes, up to 256, and where each ends, in bits from a place on.
 
     A code that is not complete in the window ends at its last bit. Where a code leads to from each bit
     is known at once; the ``j``-th code is found by doubling: ``j`` jumps are as many of 1, 2, 4 ...
     """
     p = tl.arange(0, WINDOW)
-    window = load_window(data, bit + p, end)
+    window = load_window(words, place + p, left)
     zeros = first_one(window)
-    length = zeros + 1 + r + zeros * grows
-    following = tl.where((window == 0) | (p + length >= LAST_BIT), LAST_BIT, p + length).to(tl.int32)
-    following = tl.where(p == LAST_BIT, LAST_BIT, following)
+    following = p + zeros + 1 + r + zeros * grows
+    following = tl.where((window == 0) | (following >= LAST_BIT) | (p == LAST_BIT), LAST_BIT, following)
     jumps = following
     j = tl.arange(0, BLOCK)
     start = tl.zeros((BLOCK,), tl.int32)
@@ -140,75 +178,113 @@ def find_codes(data, bit, end, r, grows):
 
 
 @triton.jit
-def code_at(data, bit, end, r, grows):
-    """(gap, whether it is longer than any) of the codes that begin at some bits."""
-    zeros = first_one(load_window(data, bit, end))
+def code_at(words, place, left, r, grows):
+    """(gap, int64, whether it is longer than any) of the codes that begin at some places."""
+    zeros = first_one(load_window(words, place, left))
     width = r + zeros * grows
     wrong = width > LONGEST
-    width = tl.minimum(width, LONGEST)
+    low = load_window(words, place + zeros + 1, left)
+    return gap_of(low, zeros.to(tl.int64), tl.minimum(width, LONGEST).to(tl.int64), r, grows), wrong
+
+
+@triton.jit
+def gap_of(low, zeros, width, r, grows):
+    """The gap of a code with so many zeros, int64; ``low`` are 32 bits after its one."""
     one = zeros * 0 + 1
-    low = load_window(data, bit + zeros + 1, end) & ((one << width) - 1)
-    gap = tl.where(grows == 1, (one << width) - (one << r), zeros << r)
-    return gap + low, wrong
+    high = tl.where(grows == 1, (one << width) - (one << r), zeros << r)
+    return high + (low.to(tl.int64) & ((one << width) - 1))
+
+
+@triton.jit
+def find_one(data, bit, limit, end):
+    """The first one bit from ``bit`` on, or a bit from ``limit`` on if there is none before it."""
+    i = tl.arange(0, WORDS)
+    step = bit * 0 + WINDOW
+    while (step == WINDOW) & (bit < limit):
+        words, place, left = words_at(data, bit, end)
+        window = load_window(words, place + i * WORD_BITS, left)
+        ones = tl.where(window == 0, WINDOW, i * WORD_BITS + first_one(window))
+        step = tl.min(ones, 0).to(tl.int64)
+        bit += step
+    return bit
+
+
+@triton.jit
+def sum_of_words(data, count):
+    """The sum of so many uint32 at any byte."""
+    i = tl.arange(0, WORDS)
+    total = count * 0
+    for first in range(0, count, WORDS):
+        words = load_word(data + 4 * (first + i), first + i < count)
+        total += tl.sum(words.to(tl.int64), 0)
+    return total
 
 
 @entry
-def decode_positions(bodies, numels, places, indices, spans):
-    """The indices of a span: one block of 256 codes after the other, the codes of a block at once."""
-    number, span = tl.program_id(0), tl.program_id(1)
-    row = places + (number * spans + span) * FIELDS
-    count = tl.load(row + 2)
-    if count > 0:
-        data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
-        stream, end, base = tl.load(row), tl.load(row + 1), tl.load(row + 6)
+def decode_positions(bodies, numels, places, slots, indices, totals, spans, room):
+    """The positions of a group, the first element after the group before being 1, and the last of them.
+
+    Its blocks are decoded one after the other, the 256 codes of a block at once.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(1))
+    if span >= 0:
+        data = tl.load(bodies + BODY_FIELDS * number)
+        stream, end, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
         numel = tl.load(numels + span)
-        bit, last, size = stream * 8, count * 0 - 1, end * 8
-        done, wrong, r, grows = count * 0, count * 0, count * 0, count * 0
+        out = indices + tl.load(row + 6) + group * GROUP
+        table = (data + stream - table_bytes(count)).to(tl.pointer_type(tl.uint8))
+        bit = stream * 8 + sum_of_words(table, group)
+        ends_stream = (group + 1) * GROUP >= count
+        limit = bit + load_word(table + 4 * group, group * GROUP + GROUP < count).to(tl.int64)
+        limit = tl.where(ends_stream, end * 8, limit)
+        size = tl.minimum(count - group * GROUP, GROUP)
+        done, last, wrong = count * 0, count * 0, count * 0
+        r = done.to(tl.int32)
+        grows = r
         j = tl.arange(0, BLOCK)
-        while (done < count) & (wrong == 0):
+        while (done < size) & (wrong == 0):
+            words, place, left = words_at(data, bit, end)
             if done % BLOCK == 0:
-                head = load_window(data, bit, end)
+                head = load_window(words, place, left).to(tl.int32)
                 r, grows = head & HEAD_PARAMETER, (head & HEAD_TEUHOLA) // HEAD_TEUHOLA
                 bit += HEAD_BITS
+                place += HEAD_BITS
                 wrong = (r > bit_length(numel)).to(tl.int64)
-            left = tl.minimum(BLOCK - done % BLOCK, count - done)
-            starts, ends = find_codes(data, bit, end, r, grows)
-            complete = (ends < LAST_BIT) & (j < left)
+            ahead = tl.minimum(BLOCK - done % BLOCK, size - done)
+            starts, ends = find_codes(words, place, left, r, grows)
+            complete = (ends < LAST_BIT) & (j < ahead)
             found = tl.sum(complete.to(tl.int64), 0)
             if found > 0:
-                gaps, long = code_at(data, bit + starts, end, r, grows)
+                gaps, long = code_at(words, place + starts, left, r, grows)
                 steps = tl.where(complete, gaps + 1, 0)
                 reached = last + tl.cumsum(steps, 0)
-                outside = complete & (long | (reached >= numel))
-                wrong = wrong | tl.max(outside.to(tl.int64), 0)
-                tl.store(
-                    indices + base + done + j, reached.to(tl.int32), mask=complete & (reached < numel)
-                )
+                inside = complete & (reached <= numel)
+                wrong = wrong | tl.max((complete & (long | (reached > numel))).to(tl.int64), 0)
+                tl.store(out + done + j, reached.to(tl.int32), mask=inside)
                 last = last + tl.sum(steps, 0)
                 bit = bit + tl.max(tl.where(complete, ends, 0), 0)
                 done = done + found
             else:
                 # a run of zeros that is longer than a window
-                one = bit
-                while (load_window(data, one, end) == 0) & (one < size):
-                    one += 32
-                one = one + first_one(load_window(data, one, end))
+                one = find_one(data, bit, limit, end)
                 zeros = one - bit
-                wrong = wrong | (one >= size).to(tl.int64) | (zeros >> LONGEST)
+                wrong = wrong | (one >= limit).to(tl.int64) | (zeros >> LONGEST)
                 wrong = wrong | (grows & (zeros + r > LONGEST).to(tl.int64))
                 zeros = tl.where(wrong > 0, 0, zeros)
                 width = r + zeros * grows
-                low = load_window(data, one + 1, end) & ((zeros * 0 + 1 << width) - 1)
-                gap = tl.where(grows == 1, (zeros * 0 + 1 << width) - (zeros * 0 + 1 << r), zeros << r)
-                last = last + 1 + gap + low
-                wrong = wrong | (last >= numel).to(tl.int64)
-                index = tl.where(wrong > 0, 0, last)
-                tl.store(indices + base + done, index.to(tl.int32))
+                words, place, left = words_at(data, one + 1, end)
+                last = last + 1 + gap_of(load_window(words, place, left), zeros, width, r, grows)
+                wrong = wrong | (last > numel).to(tl.int64)
+                tl.store(out + done, tl.where(wrong > 0, 0, last).to(tl.int32))
                 bit = one + 1 + width
                 done += 1
-        rest = load_window(data, bit, end)
-        wrong = wrong | ((bit + 7) // 8 != end).to(tl.int64) | (rest != 0).to(tl.int64)
-        tl.store(row + 5, wrong)
+        words, place, left = words_at(data, bit, end)
+        rest = load_window(words, place, left)
+        bad_end = tl.where(ends_stream, ((bit + 7) // 8 != end) | (rest != 0), bit != limit)
+        wrong = wrong | (bad_end | (limit > end * 8)).to(tl.int64)
+        tl.store(totals + slot, tl.where(wrong > 0, 0, last))
+        tl.store(row + 5, 1, mask=wrong > 0)
 
 
 @triton.jit
@@ -235,21 +311,32 @@ def load_values(data, start, code, i, mask):
 
 
 @entry
-def check_values(bodies, places, spans, SIZE: tl.constexpr):
-    """Mark spans that hold a value that is not finite, or signs of no value."""
-    number, span = tl.program_id(0), tl.program_id(1)
-    row = places + (number * spans + span) * FIELDS
-    count, code = tl.load(row + 2), tl.load(row + 3)
-    if count > 0:
+def place_and_check(bodies, numels, places, slots, indices, totals, spans, room, SIZE: tl.constexpr):
+    """Positions that count from the layer's first element, and whether all and the values are sound.
+
+    A value is if it is finite, and a sign if it is that of a value.
+    """
+    number, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(1))
+    first = group * GROUP + part * SIZE
+    count = tl.load(row + 2)
+    if (span >= 0) & (first < count):
+        before = sum_of_totals(totals + slot - group, group)
+        i = first + tl.arange(0, SIZE)
+        mask = i < count
+        place = indices + tl.load(row + 6) + i
+        index = tl.load(place, mask=mask, other=0).to(tl.int64) + before - 1
+        tl.store(place, index.to(tl.int32), mask=mask)
+        outside = before + tl.load(totals + slot) > tl.load(numels + span)
+        tl.store(row + 5, 1, mask=outside)
+
         data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
-        start = tl.load(row + 1)
-        for first in range(tl.program_id(2).to(tl.int64) * SIZE, count, tl.num_programs(2) * SIZE):
-            i = first + tl.arange(0, SIZE).to(tl.int64)
-            value = load_values(data, start, code, i, i < count)
-            size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            worst = tl.max(tl.where(i < count, size, 0), 0)
-            tl.store(row + 5, 1, mask=worst >= 0x7F800000)
-        if code == SIGN:
+        start, code = tl.load(row + 1), tl.load(row + 3)
+        value = load_values(data, start, code, i, mask)
+        size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        worst = tl.max(tl.where(mask, size, 0), 0)
+        tl.store(row + 5, 1, mask=worst >= 0x7F800000)
+        if (code == SIGN) & (first == 0):
             # both means, also if one of them is that of no value, and what is left of the last byte
             two = tl.arange(0, 2)
             mean = load_float(data + start + 4 * two, two < 2).to(tl.int32, bitcast=True)
@@ -259,63 +346,103 @@ def check_values(bodies, places, spans, SIZE: tl.constexpr):
             tl.store(row + 5, 1, mask=(byte >> rest) > 0)
 
 
+@triton.jit
+def sum_of_totals(totals, count):
+    """The sum of so many int64."""
+    i = tl.arange(0, WORDS)
+    total = count * 0
+    for first in range(0, count, WORDS):
+        total += tl.sum(tl.load(totals + first + i, mask=first + i < count, other=0), 0)
+    return total
+
+
 @entry
-def list_values(bodies, places, values, spans, SIZE: tl.constexpr):
+def summarize(places, found, count, spans, SIZE: tl.constexpr):
+    """Marks of spans before the first damage, whether anything is damaged, and the first such span.
+
+    A program reads the rows of all ``count`` bodies.
+    """
+    i = tl.arange(0, SIZE)
+    first_wrong = tl.full((), 0, tl.int64) + spans
+    for start in range(0, spans, SIZE):
+        span = start + i
+        for number in range(count):
+            row = places + (number * spans + span) * FIELDS
+            wrong = tl.load(row + 5, mask=span < spans, other=0)
+            first_wrong = tl.minimum(first_wrong, tl.min(tl.where(wrong > 0, span, spans), 0))
+    damaged = (first_wrong < spans).to(tl.int64)
+    for start in range(0, count, SIZE):
+        row = places + (count * spans + start + i) * FIELDS
+        damaged = damaged | tl.max(tl.load(row, mask=start + i < count, other=0), 0)
+    for start in range(0, spans, SIZE):
+        span = start + i
+        marks = tl.zeros((SIZE,), tl.int64)
+        for number in range(count):
+            row = places + (number * spans + span) * FIELDS
+            marks = marks | tl.load(row + 4, mask=span < first_wrong, other=0)
+        tl.store(found + span, marks, mask=span < spans)
+    tl.store(found + spans, damaged)
+    tl.store(found + spans + 1, first_wrong)
+
+
+@entry
+def list_values(bodies, places, slots, values, spans, room, SIZE: tl.constexpr):
     """The values of all spans of one body, side by side, as float32."""
-    span = tl.program_id(0).to(tl.int64)
-    row = places + span * FIELDS
-    count, code = tl.load(row + 2), tl.load(row + 3)
-    if (count > 0) & (span < spans):
+    number = tl.program_id(0).to(tl.int64) * 0
+    _, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(0))
+    count = tl.load(row + 2)
+    first = group * GROUP + tl.program_id(1) * SIZE
+    if (span >= 0) & (first < count):
         data = tl.load(bodies).to(tl.pointer_type(tl.uint8))
-        start, base = tl.load(row + 1), tl.load(row + 6)
-        for first in range(tl.program_id(1).to(tl.int64) * SIZE, count, tl.num_programs(1) * SIZE):
-            i = first + tl.arange(0, SIZE).to(tl.int64)
-            mask = i < count
-            tl.store(values + base + i, load_values(data, start, code, i, mask), mask=mask)
+        i = first + tl.arange(0, SIZE)
+        mask = i < count
+        value = load_values(data, tl.load(row + 1), tl.load(row + 3), i, mask)
+        tl.store(values + tl.load(row + 6) + i, value, mask=mask)
 
 
 @entry
 def add_values(
     bodies,
     places,
+    slots,
     indices,
     outs,
     edges,
-    layers,
     first_wrong,
+    layers,
     number,
     spans,
+    room,
     scale,
     CLEARS: tl.constexpr,
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Add ``scale`` times the values of a body, or clear their places, up to ``first_wrong``."""
-    span = tl.program_id(0).to(tl.int64)
-    row = places + (number * spans + span) * FIELDS
-    count, code = tl.load(row + 2), tl.load(row + 3)
-    if (count > 0) & (span < tl.load(first_wrong)):
-        data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
-        start, base = tl.load(row + 1), tl.load(row + 6)
-        for first in range(tl.program_id(1).to(tl.int64) * SIZE, count, tl.num_programs(1) * SIZE):
-            i = first + tl.arange(0, SIZE).to(tl.int64)
-            mask = i < count
-            index = tl.load(indices + base + i, mask=mask, other=0).to(tl.int64)
-            if WHOLE:
-                # the layer, by bisection: the last one that begins at the index or before
-                low = index * 0
-                high = low + layers
-                for _ in tl.static_range(16):
-                    middle = (low + high) // 2
-                    before = tl.load(edges + middle) <= index
-                    low = tl.where(before, middle, low)
-                    high = tl.where(before, high, middle)
-                index = index - tl.load(edges + low)
-                place = tl.load(outs + low).to(tl.pointer_type(tl.float32)) + index
-            else:
-                place = tl.load(outs + span).to(tl.pointer_type(tl.float32)) + index
-            if CLEARS:
-                tl.store(place, tl.zeros((SIZE,), tl.float32), mask=mask)
-            else:
-                value = load_values(data, start, code, i, mask)
-                tl.store(place, tl.load(place, mask=mask, other=0.0) + value * scale, mask=mask)
+    own = tl.program_id(0).to(tl.int64) * 0 + number
+    _, span, row, group = find_group(places, slots, own, spans, room, tl.program_id(0))
+    count = tl.load(row + 2)
+    first = group * GROUP + tl.program_id(1) * SIZE
+    if (span >= 0) & (first < count) & (span < tl.load(first_wrong)):
+        i = first + tl.arange(0, SIZE)
+        mask = i < count
+        index = tl.load(indices + tl.load(row + 6) + i, mask=mask, other=0).to(tl.int64)
+        if WHOLE:
+            # the layer, by bisection: the last one that begins at the index or before
+            low = index * 0
+            high = low + layers
+            for _ in tl.static_range(16):
+                middle = (low + high) // 2
+                before = tl.load(edges + middle) <= index
+                low = tl.where(before, middle, low)
+                high = tl.where(before, high, middle)
+            index = index - tl.load(edges + low)
+            place = tl.load(outs + low).to(tl.pointer_type(tl.float32)) + index
+        else:
+            place = tl.load(outs + span).to(tl.pointer_type(tl.float32)) + index
+        if CLEARS:
+            tl.store(place, tl.zeros((SIZE,), tl.float32), mask=mask)
+        else:
+            data = tl.load(bodies + BODY_FIELDS * own).to(tl.pointer_type(tl.uint8))
+            value = load_values(data, tl.load(row + 1), tl.load(row + 3), i, mask)
+            tl.store(place, tl.load(place, mask=mask, other=0.0) + value * scale, mask=mask)

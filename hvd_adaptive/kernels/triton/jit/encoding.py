@@ -12,6 +12,8 @@ import triton.language as tl
 
 from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, entry, store_float
 from hvd_adaptive.wire.sparse import CODE_BLOCK as _CODE_BLOCK
+from hvd_adaptive.wire.sparse import GROUP as _GROUP
+from hvd_adaptive.wire.sparse import GROUP_BYTES as _GROUP_BYTES
 from hvd_adaptive.wire.sparse import HEAD_BITS as _HEAD_BITS
 from hvd_adaptive.wire.sparse import HEAD_PARAMETER as _HEAD_PARAMETER
 from hvd_adaptive.wire.sparse import HEAD_TEUHOLA as _HEAD_TEUHOLA
@@ -21,6 +23,9 @@ from hvd_adaptive.wire.sparse import VALUE_BLOCK, ValueFormat
 assert VALUE_BLOCK == _CODE_BLOCK, "a program encodes positions and values of the same elements"
 
 BLOCK = tl.constexpr(_CODE_BLOCK)
+GROUP = tl.constexpr(_GROUP)
+GROUP_BYTES = tl.constexpr(_GROUP_BYTES)
+GROUP_BLOCKS = tl.constexpr(_GROUP // _CODE_BLOCK)
 HEAD_BITS = tl.constexpr(_HEAD_BITS)
 HEAD_PARAMETER = tl.constexpr(_HEAD_PARAMETER)
 HEAD_TEUHOLA = tl.constexpr(_HEAD_TEUHOLA)
@@ -34,6 +39,15 @@ LARGEST_FP16 = tl.constexpr(torch.finfo(torch.float16).max)
 LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 PIECES = tl.constexpr(256)
 """Pieces that are placed together."""
+BLOCKS = tl.constexpr(1024)
+"""Blocks whose bits are summed up together."""
+
+
+@triton.jit
+def table_bytes(count):
+    """Bytes of the table that says how long each group of so many values is, but the last."""
+    groups = (count + GROUP - 1) // GROUP
+    return tl.where(groups > 1, GROUP_BYTES * (groups - 1), 0)
 
 
 @triton.jit
@@ -56,8 +70,8 @@ def load_gaps(indices, first, size):
 
 
 @triton.jit
-def choose_heads(block_pieces, first_blocks, capacities, counts, indices, heads, lengths):
-    """The cheapest of four codes of each block, and the bits that it takes with it."""
+def choose_heads(block_pieces, first_blocks, capacities, counts, indices, heads, bits_before):
+    """The cheapest of four codes of each block, and the bits that it takes with it; 0 if it is empty."""
     block, piece, first, size = block_of(block_pieces, first_blocks, counts)
     if size > 0:
         gaps = load_gaps(indices + tl.load(capacities + piece) + first, first, size)
@@ -75,7 +89,9 @@ def choose_heads(block_pieces, first_blocks, capacities, counts, indices, heads,
         head = tl.where(other < cost, t | HEAD_TEUHOLA, head)
         cost = tl.minimum(other, cost)
         tl.store(heads + block, head.to(tl.int32))
-        tl.store(lengths + block, cost + HEAD_BITS)
+        tl.store(bits_before + 1 + block, cost + HEAD_BITS)
+    else:
+        tl.store(bits_before + 1 + block, size.to(tl.int64) * 0)
 
 
 @triton.jit
@@ -94,22 +110,53 @@ def store_varint(data, x, length, mask):
         tl.store(data + step, byte.to(tl.uint8), mask=mask & (step < length))
 
 
+@triton.jit
+def sum_up(numbers, count):
+    """Sums of all numbers up to each in the place of the numbers, which begin in place 1; 0 in place 0."""
+    i = tl.arange(0, BLOCKS)
+    total = tl.full((), 0, tl.int64)
+    tl.store(numbers, total)
+    for start in range(0, count, BLOCKS):
+        place, mask = numbers + 1 + start + i, start + i < count
+        found = tl.load(place, mask=mask, other=0)
+        tl.store(place, total + tl.cumsum(found, 0), mask=mask)
+        total += tl.sum(found, 0)
+    tl.debug_barrier()  # threads read what others have written
+
+
 @entry
 def place_pieces(
-    body, counts, wrong, first_bits, streams, value_starts, total, pieces, reserve, FORMAT: tl.constexpr
+    body,
+    counts,
+    wrong,
+    piece_spans,
+    first_blocks,
+    bits_before,
+    ends,
+    blocks,
+    pieces,
+    reserve,
+    FORMAT: tl.constexpr,
 ):
-    """Where each piece's stream and values are, the headers, and the bytes of all: one program."""
+    """Where each piece ends, its stream and its values begin; the headers: one program.
+
+    ``ends`` are the bytes of all, then an end, a stream and values of each piece. ``bits_before`` are the
+    bits of each block, and then those of all blocks before each.
+    """
+    sum_up(bits_before, blocks)
+    streams, value_starts = ends + 1 + pieces, ends + 1 + 2 * pieces
     end = tl.full((1,), 0, tl.int64) + reserve
     for start in range(0, pieces, PIECES):
         i = start + tl.arange(0, PIECES)
         mask = i < pieces
         count = tl.load(counts + i, mask=mask, other=0)
-        marked = tl.load(wrong + i, mask=mask, other=0)
-        bits = tl.load(first_bits + i + 1, mask=mask, other=0) - tl.load(
-            first_bits + i, mask=mask, other=0
-        )
+        marked = tl.load(wrong + tl.load(piece_spans + i, mask=mask, other=0), mask=mask, other=0)
+        first = bits_before + tl.load(first_blocks + i, mask=mask, other=0)
+        last = bits_before + tl.load(first_blocks + i + 1, mask=mask, other=0)
+        bits = tl.load(last, mask=mask, other=0) - tl.load(first, mask=mask, other=0)
         some = count > 0
         stream = (bits + 7) // 8
+        table = table_bytes(count)
         header = tl.where(some, (count << 4) | (FORMAT << 1), marked)
         long, more = varint_length(header), tl.where(some, varint_length(stream), 0)
         if FORMAT == FP32:
@@ -120,28 +167,29 @@ def place_pieces(
             size = tl.where(some, (count + 7) // 8 + 8, 0)
         else:
             size = 2 * count
-        whole = tl.where(mask, long + more + tl.where(some, stream, 0) + size, 0)
+        whole = tl.where(mask, long + more + table + tl.where(some, stream, 0) + size, 0)
         place = tl.cumsum(whole, 0) - whole + end
         store_varint(body + place, header, long, mask)
         store_varint(body + place + long, stream, more, mask & some)
-        tl.store(streams + i, place + long + more, mask=mask)
-        tl.store(value_starts + i, place + long + more + stream, mask=mask)
-        tl.store(total + 1 + i, place + whole, mask=mask)
+        tl.store(streams + i, place + long + more + table, mask=mask)
+        tl.store(value_starts + i, place + long + more + table + stream, mask=mask)
+        tl.store(ends + 1 + i, place + whole, mask=mask)
         end = end + tl.sum(whole, 0)
-    tl.store(total + tl.arange(0, 1), end)
+    tl.store(ends + tl.arange(0, 1), end)
 
 
 @triton.jit
 def write_stream(
     block_pieces, first_blocks, capacities, counts, indices, heads, bits_before, streams, words
 ):
-    """The codes of a block into the words of the body."""
+    """The codes of a block into the words of the body, and the bits of a group that ends with it."""
     block, piece, first, size = block_of(block_pieces, first_blocks, counts)
     if size > 0:
         gaps = load_gaps(indices + tl.load(capacities + piece) + first, first, size)
         head = tl.load(heads + block)
         before = tl.load(bits_before + block) - tl.load(bits_before + tl.load(first_blocks + piece))
-        start = tl.load(streams + piece) * 8 + before
+        stream = tl.load(streams + piece)
+        start = stream * 8 + before
         r = (head & HEAD_PARAMETER).to(tl.int64)
         i = tl.arange(0, BLOCK)
         if head >= HEAD_TEUHOLA:
@@ -156,6 +204,12 @@ def write_stream(
         ends = tl.cumsum(tl.where(i < size, zeros + 1 + width, 0), 0)
         store_bits(words, start + HEAD_BITS + ends - width - 1, (low << 1) | 1, i < size)
         store_bits(words, start + tl.zeros((BLOCK,), tl.int64), tl.zeros_like(gaps) + head, i < 1)
+        count = tl.load(counts + piece)
+        number = first // BLOCK
+        if (number % GROUP_BLOCKS == GROUP_BLOCKS - 1) & (first + BLOCK < count):
+            bits = tl.load(bits_before + block + 1) - tl.load(bits_before + block + 1 - GROUP_BLOCKS)
+            entry_place = stream - table_bytes(count) + GROUP_BYTES * (number // GROUP_BLOCKS)
+            store_bits(words, i * 0 + entry_place * 8, tl.zeros_like(gaps) + bits, i < 1)
 
 
 @triton.jit
@@ -311,3 +365,45 @@ def write_values(
         tl.store(values + own + i, result, mask=mask)
         index = tl.load(indices + own + i, mask=mask, other=0).to(tl.int64)
         tl.store(x + tl.load(offsets + piece) + index, value - result, mask=mask)
+
+
+# --- what the host reads -------------------------------------------------------------------------
+
+
+@entry
+def read_statistics(
+    layer_tiles,
+    energies,
+    sent_energies,
+    counts,
+    nonfinite,
+    ends,
+    found,
+    layers,
+    pieces,
+    SIZE: tl.constexpr,
+):
+    """Of each layer energy, energy sent, number sent and mark, and then all ends, as float64.
+
+    A program has a layer, and the last one the ``pieces`` ends. Sums are always in the same order.
+    """
+    layer = tl.program_id(0)
+    i = tl.arange(0, SIZE)
+    if layer < layers:
+        first, last = tl.load(layer_tiles + layer), tl.load(layer_tiles + layer + 1)
+        total = tl.zeros((SIZE,), tl.float64)
+        sent = tl.zeros((SIZE,), tl.float64)
+        for start in range(first, last, SIZE):
+            mask = start + i < last
+            total += tl.load(energies + start + i, mask=mask, other=0.0)
+            sent += tl.load(sent_energies + start + i, mask=mask, other=0.0)
+        row = found + 4 * layer
+        tl.store(row, tl.sum(total, 0))
+        tl.store(row + 1, tl.sum(sent, 0))
+        tl.store(row + 2, tl.load(counts + layer).to(tl.float64))
+        tl.store(row + 3, tl.load(nonfinite + layer).to(tl.float64))
+    else:
+        for start in range(0, pieces, SIZE):
+            mask = start + i < pieces
+            end = tl.load(ends + start + i, mask=mask, other=0)
+            tl.store(found + 4 * layers + start + i, end.to(tl.float64), mask=mask)
