@@ -31,9 +31,11 @@ from tests.kernels.inputs import (
 )
 
 
-def layer_bytes(count: int, values: ValueFormat, stream: bytes, data: bytes) -> bytes:
+def layer_bytes(
+    count: int, values: ValueFormat, stream: bytes, data: bytes, table: bytes = b""
+) -> bytes:
     header = write_varint(count << 4 | values << 1)
-    return header + write_varint(len(stream)) + stream + data
+    return header + write_varint(len(stream)) + table + stream + data
 
 
 ONE = np.float32(1).tobytes()
@@ -135,12 +137,16 @@ def written(gaps: list[int]) -> str:
 @example([0] * 300)
 @example([1, 0, 0, 2, 0, 0, 1, 0] * 40 + [3000] * 2)
 @example([60000])
+@example([0, 1, 5, 2, 90] * 1700)
 def test_positions_are_sent_as_they_are_described(kernels: ModuleType, gaps: list[int]) -> None:
     indices = np.cumsum(np.array(gaps) + 1) - 1
     x = np.zeros(indices[-1] + 1, np.float32)
     x[indices] = 1
-    text = "".join(written(gaps[start : start + 256]) for start in range(0, len(gaps), 256))
-    expected = layer_bytes(len(gaps), FP32, stream_of(text), ONE * len(gaps))
+    blocks = [written(gaps[start : start + 256]) for start in range(0, len(gaps), 256)]
+    groups = [len("".join(blocks[start : start + 16])) for start in range(0, len(blocks), 16)]
+    table = b"".join(bits.to_bytes(4, "little") for bits in groups[:-1])
+    stream = stream_of("".join(blocks))
+    expected = layer_bytes(len(gaps), FP32, stream, ONE * len(gaps), table)
     assert bytes(compress(kernels, x, len(gaps), FP32)[0].tolist()) == expected
 
 

@@ -1,9 +1,9 @@
 """Sparse bodies on a GPU: their positions are decoded once, then their values are added.
 
-A stream of positions says only at the end of a block of 256 where the next one begins, but in front of
-it stands how many bits each group of 16 blocks takes. So the groups of all layers and bodies are decoded
-side by side, the blocks of one after the other, each of them at once by all threads of a program. Within
-a group positions count from the group before; what they count from is added when all are known.
+A stream of positions says only at the end of a block of 256 where the next one begins, but the table in
+front of it says how many bits each group of 16 blocks takes. So the groups of all layers and bodies are
+decoded side by side; the blocks of a group one after the other, each of them at once by all threads of
+a program. Positions in a group first count from the group before, which is added when all are known.
 """
 
 from __future__ import annotations

@@ -431,7 +431,7 @@ def add_values(
             # the layer, by bisection: the last one that begins at the index or before
             low = index * 0
             high = low + layers
-            for _ in tl.static_range(16):
+            for _step in tl.static_range(16):
                 middle = (low + high) // 2
                 before = tl.load(edges + middle) <= index
                 low = tl.where(before, middle, low)

@@ -71,7 +71,7 @@ def load_gaps(indices, first, size):
 
 @triton.jit
 def choose_heads(block_pieces, first_blocks, capacities, counts, indices, heads, bits_before):
-    """The cheapest of four codes of each block, and the bits that it takes with it; 0 if it is empty."""
+    """The cheapest of four codes of each block, and the bits that it takes with it, 0 if empty."""
     block, piece, first, size = block_of(block_pieces, first_blocks, counts)
     if size > 0:
         gaps = load_gaps(indices + tl.load(capacities + piece) + first, first, size)
@@ -112,7 +112,7 @@ def store_varint(data, x, length, mask):
 
 @triton.jit
 def sum_up(numbers, count):
-    """Sums of all numbers up to each in the place of the numbers, which begin in place 1; 0 in place 0."""
+    """Put 0 in place 0, and in the place of each number, which are from 1 on, the sum up to it."""
     i = tl.arange(0, BLOCKS)
     total = tl.full((), 0, tl.int64)
     tl.store(numbers, total)
@@ -140,8 +140,8 @@ def place_pieces(
 ):
     """Where each piece ends, its stream and its values begin; the headers: one program.
 
-    ``ends`` are the bytes of all, then an end, a stream and values of each piece. ``bits_before`` are the
-    bits of each block, and then those of all blocks before each.
+    ``ends`` are the bytes of all, then an end, a stream and values of each piece. ``bits_before`` are
+    the bits of each block, and then those of all blocks before each.
     """
     sum_up(bits_before, blocks)
     streams, value_starts = ends + 1 + pieces, ends + 1 + 2 * pieces
@@ -403,7 +403,6 @@ def read_statistics(
         tl.store(row + 2, tl.load(counts + layer).to(tl.float64))
         tl.store(row + 3, tl.load(nonfinite + layer).to(tl.float64))
     else:
-        for start in range(0, pieces, SIZE):
-            mask = start + i < pieces
-            end = tl.load(ends + start + i, mask=mask, other=0)
-            tl.store(found + 4 * layers + start + i, end.to(tl.float64), mask=mask)
+        for piece in range(0, pieces, SIZE):
+            end = tl.load(ends + piece + i, mask=piece + i < pieces, other=0)
+            tl.store(found + 4 * layers + piece + i, end.to(tl.float64), mask=piece + i < pieces)
