@@ -26,8 +26,8 @@ _PARTS = GROUP // _SIZE
 """Such programs of a group."""
 _FIELDS = 8
 """Columns of the table of places."""
-_WARPS = 8
-"""Of a program that decodes positions: it has 4,096 bits in hand."""
+_WARPS = 2
+"""Of a program that decodes positions: it has 512 bits in hand."""
 
 
 class ReceivedSparse:
@@ -68,7 +68,7 @@ class ReceivedSparse:
         source = (self._bodies, self._sizes, self._places, self._slots, self._indices, totals, *shape)
         grid = (self._count, self._room)
         launch(jit.decode_positions, grid, device, *source, num_warps=_WARPS)
-        launch(jit.place_and_check, (*grid, _PARTS), device, *source, SIZE=_SIZE)
+        launch(jit.place_and_check, grid, device, *source, SIZE=_SIZE)
         launch(
             *(jit.summarize, (1,), device, self._places, self._found, self._count, self._spans),
             SIZE=256,

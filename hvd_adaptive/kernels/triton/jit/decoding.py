@@ -30,14 +30,24 @@ FIELDS = tl.constexpr(8)
 """Columns: stream, values, count, format, mark, what is wrong, first index, first slot."""
 BODY_FIELDS = tl.constexpr(3)
 """Columns of the table of bodies: address, bytes, first index."""
-WINDOW = tl.constexpr(4096)
-"""Bits that are looked at together; some 256 codes of selections of 1 %."""
-LAST_BIT = tl.constexpr(4095)
+WINDOW = tl.constexpr(512)
+"""Places that are looked at together: bits, and then what is found out of codes."""
+CODES = tl.constexpr(64)
+"""Codes that are found together, at most; in selections of 1 % there are some 55 in a window."""
+LOG_CODES = tl.constexpr(6)
+LAST_BIT = tl.constexpr(512 - 64 - 1)
+"""Where codes lead to that are not complete in a window."""
 LONGEST = tl.constexpr(31)
 """The most low bits of a code."""
 WORDS = tl.constexpr(128)
 """Of 32 bits: those of a window, or entries of a table, that are looked at together."""
 WORD_BITS = tl.constexpr(32)
+FAR = tl.constexpr(128 * 32)
+"""Bits of these words."""
+FETCHED = tl.constexpr(1024)
+"""Words that are brought into the cache at once."""
+MOST_FETCHED = tl.constexpr(1 << 18)
+"""Bits of a group that are: more than it takes but if its positions are far apart."""
 
 
 @triton.jit
@@ -135,14 +145,20 @@ def words_at(data, bit, end):
 
 
 @triton.jit
+def load_bits(words, place, left):
+    """The 32 bits from some places on, as uint32; anything after the bits that are left."""
+    word = place // WORD_BITS
+    low = tl.load(words + word, mask=word * WORD_BITS < left, other=0).to(tl.uint64)
+    high = tl.load(words + word + 1, mask=(word + 1) * WORD_BITS < left, other=0).to(tl.uint64)
+    return (((high << WORD_BITS) | low) >> (place & 31).to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
 def load_window(words, place, left):
-    """The 32 bits from some places on, as uint32; zeros after the bits that are left."""
-    word, shift = place // WORD_BITS, (place & 31).to(tl.uint32)
-    low = tl.load(words + word, mask=word * WORD_BITS < left, other=0)
-    high = tl.load(words + word + 1, mask=(word + 1) * WORD_BITS < left, other=0)
-    window = (low >> shift) | ((high << 1) << (31 - shift))
+    """The same, but zeros after the bits that are left."""
     there = left - place
     last = ((there * 0 + 1) << tl.minimum(tl.maximum(there, 0), 31)).to(tl.uint32) - 1
+    window = load_bits(words, place, left)
     return tl.where(there >= WORD_BITS, window, window & last)
 
 
@@ -155,55 +171,61 @@ def first_one(window):
 
 
 @triton.jit
-def find_codes(words, place, left, r, grows):
-    """Starts of the next codes, up to 256, and where each ends, in bits from a place on.
+def code_end(window, start, most, r, grows):
+    """(zeros, end) of codes whose bits are in a window; ``LAST_BIT`` if they may not be complete."""
+    zeros = first_one(window)
+    end = start + zeros + 1 + r + zeros * grows
+    cut = (window == 0) | (end > most) | (end >= LAST_BIT) | (start >= LAST_BIT)
+    return zeros, tl.where(cut, LAST_BIT, end)
 
-    A code that is not complete in the window ends at its last bit. Where a code leads to from each bit
-    is known at once; the ``j``-th code is found by doubling: ``j`` jumps are as many of 1, 2, 4 ...
+
+@triton.jit
+def find_codes(words, place, left, r, grows):
+    """Starts of the next codes, up to 64, in bits from a place on; ``LAST_BIT`` in the place of others.
+
+    Where a code leads to from each bit is known at once; the ``j``-th code is found by doubling: ``j``
+    jumps are as many of 1, 2, 4 ... The places after the bits are the starts', so that one look-up
+    moves these on and makes the jumps longer.
     """
     p = tl.arange(0, WINDOW)
-    window = load_window(words, place + p, left)
-    zeros = first_one(window)
-    following = p + zeros + 1 + r + zeros * grows
-    following = tl.where((window == 0) | (following >= LAST_BIT) | (p == LAST_BIT), LAST_BIT, following)
-    jumps = following
-    j = tl.arange(0, BLOCK)
-    start = tl.zeros((BLOCK,), tl.int32)
-    for step in tl.static_range(8):
-        there = tl.gather(jumps, start, 0)
-        start = tl.where((j >> step) & 1 > 0, there, start)
-        if step < 7:
-            jumps = tl.gather(jumps, jumps, 0)
-    return start, tl.gather(following, start, 0)
+    _, end = code_end(load_bits(words, place + p, left), p, left - place, r, grows)
+    jumps = tl.where(p > LAST_BIT, 0, end)
+    for step in tl.static_range(LOG_CODES):
+        stays = (p > LAST_BIT) & ((p >> step) & 1 == 0)
+        jumps = tl.where(stays, jumps, tl.gather(jumps, jumps, 0))
+    return tl.gather(jumps, LAST_BIT + 1 + tl.arange(0, CODES), 0)
 
 
 @triton.jit
-def code_at(words, place, left, r, grows):
-    """(gap, int64, whether it is longer than any) of the codes that begin at some places."""
-    zeros = first_one(load_window(words, place, left))
+def gap_of(low, zeros, r, grows):
+    """The gap of a code with so many zeros, int64; ``low`` are the 32 bits after its one.
+
+    One that is longer than any layer is 2^31, so that the sum of a group's does not overflow.
+    """
     width = r + zeros * grows
-    wrong = width > LONGEST
-    low = load_window(words, place + zeros + 1, left)
-    return gap_of(low, zeros.to(tl.int64), tl.minimum(width, LONGEST).to(tl.int64), r, grows), wrong
-
-
-@triton.jit
-def gap_of(low, zeros, width, r, grows):
-    """The gap of a code with so many zeros, int64; ``low`` are 32 bits after its one."""
+    long = width > LONGEST
+    width = tl.minimum(width, LONGEST)
     one = zeros * 0 + 1
     high = tl.where(grows == 1, (one << width) - (one << r), zeros << r)
-    return high + (low.to(tl.int64) & ((one << width) - 1))
+    gap = high + (low.to(tl.int64) & ((one << width) - 1))
+    return tl.minimum(tl.where(long, one << LONGEST, gap), one << LONGEST)
+
+
+@triton.jit
+def shortened(length):
+    """As int32; what does not fit is longer than any layer."""
+    return tl.minimum(length, 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def find_one(data, bit, limit, end):
     """The first one bit from ``bit`` on, or a bit from ``limit`` on if there is none before it."""
     i = tl.arange(0, WORDS)
-    step = bit * 0 + WINDOW
-    while (step == WINDOW) & (bit < limit):
+    step = bit * 0 + FAR
+    while (step == FAR) & (bit < limit):
         words, place, left = words_at(data, bit, end)
         window = load_window(words, place + i * WORD_BITS, left)
-        ones = tl.where(window == 0, WINDOW, i * WORD_BITS + first_one(window))
+        ones = tl.where(window == 0, FAR, i * WORD_BITS + first_one(window))
         step = tl.min(ones, 0).to(tl.int64)
         bit += step
     return bit
@@ -220,11 +242,35 @@ def sum_of_words(data, count):
     return total
 
 
+@triton.jit
+def far_code(data, bit, limit, end, r, grows):
+    """(gap and element, bit after it, whether it is cut) of a code that begins with many zeros."""
+    one = find_one(data, bit, limit, end)
+    zeros = one - bit
+    cut = (one >= limit).to(tl.int64) | (zeros >> LONGEST)
+    zeros = tl.where(cut > 0, 0, zeros)
+    words, place, left = words_at(data, one + 1, end)
+    length = 1 + gap_of(load_window(words, place, left), zeros, r, grows)
+    return length, one + 1 + r + zeros * grows, cut
+
+
+@triton.jit
+def fetch(data, bit, limit):
+    """The largest word between two bits, or of the first ones: all of them are then in the cache."""
+    i = tl.arange(0, FETCHED)
+    words, _, left = words_at(data, bit, (limit + 7) // 8)
+    found = tl.zeros((FETCHED,), tl.uint32)
+    for first in range(0, tl.minimum(left, MOST_FETCHED) // WORD_BITS, FETCHED):
+        place = first + i
+        found = tl.maximum(found, tl.load(words + place, mask=place * WORD_BITS < left, other=0))
+    return tl.max(found.to(tl.int64), 0)
+
+
 @entry
 def decode_positions(bodies, numels, places, slots, indices, totals, spans, room):
-    """The positions of a group, the first element after the group before being 1, and the last of them.
+    """The gaps of a group, each with the element after it: their lengths, and the sum of these.
 
-    Its blocks are decoded one after the other, the 256 codes of a block at once.
+    A block is decoded after the other, up to 64 codes of it at once.
     """
     number = tl.program_id(0).to(tl.int64)
     slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(1))
@@ -235,14 +281,18 @@ def decode_positions(bodies, numels, places, slots, indices, totals, spans, room
         out = indices + tl.load(row + 6) + group * GROUP
         table = (data + stream - table_bytes(count)).to(tl.pointer_type(tl.uint8))
         bit = stream * 8 + sum_of_words(table, group)
-        ends_stream = (group + 1) * GROUP >= count
+        is_last = (group + 1) * GROUP >= count
         limit = bit + load_word(table + 4 * group, group * GROUP + GROUP < count).to(tl.int64)
-        limit = tl.where(ends_stream, end * 8, limit)
+        limit = tl.where(is_last, end * 8, limit)
         size = tl.minimum(count - group * GROUP, GROUP)
-        done, last, wrong = count * 0, count * 0, count * 0
+        wrong = (limit > end * 8).to(tl.int64)
+        # what is loaded at once needs not be waited for again and again; stored, or it were not loaded
+        tl.store(totals + slot, fetch(data, bit, tl.minimum(limit, end * 8)))
+        done, total = count * 0, count * 0
         r = done.to(tl.int32)
         grows = r
-        j = tl.arange(0, BLOCK)
+        j = tl.arange(0, CODES)
+        sums = tl.zeros((CODES,), tl.int64)
         while (done < size) & (wrong == 0):
             words, place, left = words_at(data, bit, end)
             if done % BLOCK == 0:
@@ -252,38 +302,32 @@ def decode_positions(bodies, numels, places, slots, indices, totals, spans, room
                 place += HEAD_BITS
                 wrong = (r > bit_length(numel)).to(tl.int64)
             ahead = tl.minimum(BLOCK - done % BLOCK, size - done)
-            starts, ends = find_codes(words, place, left, r, grows)
+            starts = find_codes(words, place, left, r, grows)
+            zeros, ends = code_end(
+                load_bits(words, place + starts, left), starts, left - place, r, grows
+            )
             complete = (ends < LAST_BIT) & (j < ahead)
-            found = tl.sum(complete.to(tl.int64), 0)
-            if found > 0:
-                gaps, long = code_at(words, place + starts, left, r, grows)
-                steps = tl.where(complete, gaps + 1, 0)
-                reached = last + tl.cumsum(steps, 0)
-                inside = complete & (reached <= numel)
-                wrong = wrong | tl.max((complete & (long | (reached > numel))).to(tl.int64), 0)
-                tl.store(out + done + j, reached.to(tl.int32), mask=inside)
-                last = last + tl.sum(steps, 0)
-                bit = bit + tl.max(tl.where(complete, ends, 0), 0)
-                done = done + found
+            # the last code that is complete, and where it ends
+            best = tl.max(tl.where(complete, ((j + 1) << 16) | ends, 0), 0)
+            if best > 0:
+                low = load_bits(words, place + starts + zeros + 1, left)
+                lengths = 1 + gap_of(low, zeros.to(tl.int64), r, grows)
+                tl.store(out + done + j, shortened(lengths), mask=complete)
+                sums += tl.where(complete, lengths, 0)
+                bit += best & 0xFFFF
+                done += best >> 16
             else:
-                # a run of zeros that is longer than a window
-                one = find_one(data, bit, limit, end)
-                zeros = one - bit
-                wrong = wrong | (one >= limit).to(tl.int64) | (zeros >> LONGEST)
-                wrong = wrong | (grows & (zeros + r > LONGEST).to(tl.int64))
-                zeros = tl.where(wrong > 0, 0, zeros)
-                width = r + zeros * grows
-                words, place, left = words_at(data, one + 1, end)
-                last = last + 1 + gap_of(load_window(words, place, left), zeros, width, r, grows)
-                wrong = wrong | (last > numel).to(tl.int64)
-                tl.store(out + done, tl.where(wrong > 0, 0, last).to(tl.int32))
-                bit = one + 1 + width
+                length, bit, cut = far_code(data, bit, limit, end, r, grows)
+                wrong = wrong | cut
+                tl.store(out + done, shortened(length))
+                total += length
                 done += 1
         words, place, left = words_at(data, bit, end)
         rest = load_window(words, place, left)
-        bad_end = tl.where(ends_stream, ((bit + 7) // 8 != end) | (rest != 0), bit != limit)
-        wrong = wrong | (bad_end | (limit > end * 8)).to(tl.int64)
-        tl.store(totals + slot, tl.where(wrong > 0, 0, last))
+        bad_end = tl.where(is_last, ((bit + 7) // 8 != end) | (rest != 0), bit != limit)
+        total += tl.sum(sums, 0)
+        wrong = wrong | (bad_end | (total > numel)).to(tl.int64)
+        tl.store(totals + slot, tl.where(wrong > 0, 0, total))
         tl.store(row + 5, 1, mask=wrong > 0)
 
 
@@ -312,31 +356,29 @@ def load_values(data, start, code, i, mask):
 
 @entry
 def place_and_check(bodies, numels, places, slots, indices, totals, spans, room, SIZE: tl.constexpr):
-    """Positions that count from the layer's first element, and whether all and the values are sound.
-
-    A value is if it is finite, and a sign if it is that of a value.
-    """
-    number, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    """Positions from lengths, and whether they and the values are sound; and nothing after signs."""
+    number = tl.program_id(0).to(tl.int64)
     slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(1))
-    first = group * GROUP + part * SIZE
-    count = tl.load(row + 2)
-    if (span >= 0) & (first < count):
-        before = sum_of_totals(totals + slot - group, group)
-        i = first + tl.arange(0, SIZE)
-        mask = i < count
-        place = indices + tl.load(row + 6) + i
-        index = tl.load(place, mask=mask, other=0).to(tl.int64) + before - 1
-        tl.store(place, index.to(tl.int32), mask=mask)
-        outside = before + tl.load(totals + slot) > tl.load(numels + span)
+    if span >= 0:
+        count = tl.load(row + 2)
+        last = sum_of_totals(totals + slot - group, group) - 1
+        outside = last + tl.load(totals + slot) >= tl.load(numels + span)
         tl.store(row + 5, 1, mask=outside)
-
         data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
-        start, code = tl.load(row + 1), tl.load(row + 3)
-        value = load_values(data, start, code, i, mask)
-        size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        worst = tl.max(tl.where(mask, size, 0), 0)
+        start, code, base = tl.load(row + 1), tl.load(row + 3), tl.load(row + 6)
+        first, worst = group * GROUP, (span * 0).to(tl.int32)
+        for part in range(0, tl.minimum(count - first, GROUP), SIZE):
+            i = first + part + tl.arange(0, SIZE)
+            mask = i < count
+            length = tl.load(indices + base + i, mask=mask, other=0)
+            index = last.to(tl.int32) + tl.cumsum(length, 0)
+            tl.store(indices + base + i, index, mask=mask)
+            last += tl.sum(length, 0)
+            value = load_values(data, start, code, i, mask)
+            size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            worst = tl.maximum(worst, tl.max(tl.where(mask, size, 0), 0))
         tl.store(row + 5, 1, mask=worst >= 0x7F800000)
-        if (code == SIGN) & (first == 0):
+        if (code == SIGN) & (group == 0):
             # both means, also if one of them is that of no value, and what is left of the last byte
             two = tl.arange(0, 2)
             mean = load_float(data + start + 4 * two, two < 2).to(tl.int32, bitcast=True)
