@@ -89,20 +89,19 @@ class ReceivedSparse:
         addresses = pointers(self._kept, self._count)
         sizes = [body.numel() for body in self._kept]
         bodies = np.stack([addresses, np.array(sizes, np.int64), starts[:-1]], axis=1)
-        parts = [
-            *(bodies.reshape(-1), np.array(spans, np.int64)),
-            *(np.cumsum([0, *numels]), pointers(outs, len(outs))),
-        ]
-        tables = upload(np.concatenate(parts), self._device).split([len(part) for part in parts])
-        self._bodies, self._sizes, self._edges, self._outs = tables
+        edges, outputs = np.cumsum([0, *numels]), pointers(outs, len(outs))
+        tables = bodies.reshape(-1), np.array(spans, np.int64), edges, outputs
+        # each begins at a multiple of 16 bytes, or Triton would compile kernels for others, too
+        padded = [np.pad(table, (0, len(table) % 2)) for table in tables]
+        parts = upload(np.concatenate(padded), self._device).split([len(part) for part in padded])
+        self._bodies, self._sizes, self._edges, self._outs = parts
 
     def add_to_outs(self, scale: float | None) -> None:
         """Add ``scale`` times the values, or clear where they would go; up to the first damage."""
-        first_wrong = self._found[self._spans + 1 :]
         for number in range(self._count):
             launch(
                 *(jit.add_values, (self._room, _PARTS), self._device, self._bodies, self._places),
-                *(self._slots, self._indices, self._outs, self._edges, first_wrong, self._layers),
+                *(self._slots, self._indices, self._outs, self._edges, self._found, self._layers),
                 *(number, self._spans, self._room, float(np.float32(scale or 0.0))),
                 CLEARS=scale is None,
                 WHOLE=self._whole,

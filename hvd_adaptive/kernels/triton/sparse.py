@@ -214,8 +214,7 @@ def _encode(
         *(segments.piece_spans, segments.first_blocks, bits, ends, segments.blocks, pieces, reserve),
         FORMAT=int(values),
     )
-    ends, streams, value_starts = ends.split([1 + pieces, pieces, pieces])
-    launch(*(jit.write_stream, grid, device, *placed, positions, heads, bits, streams, words))
+    launch(*(jit.write_stream, grid, device, *placed, positions, heads, bits, ends, pieces, words))
     means = selection.values  # of no use but for signs
     if values is ValueFormat.sign:
         means = torch.empty((pieces, 2), dtype=torch.float32, device=device)
@@ -224,7 +223,7 @@ def _encode(
         launch(jit.find_means, (pieces,), device, *placed[1:], selection.values, sums, means)
     launch(
         *(jit.write_values, grid, device, *placed, selection.indices, selection.values, means),
-        *(value_starts, segments.piece_offsets, body, x),
+        *(ends, pieces, segments.piece_offsets, body, x),
         FORMAT=int(values),
     )
     return body, ends

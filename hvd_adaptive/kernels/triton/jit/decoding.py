@@ -450,7 +450,7 @@ def add_values(
     indices,
     outs,
     edges,
-    first_wrong,
+    found,
     layers,
     number,
     spans,
@@ -460,12 +460,12 @@ def add_values(
     WHOLE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Add ``scale`` times the values of a body, or clear their places, up to ``first_wrong``."""
+    """Add ``scale`` times the values of a body, or clear their places, up to the first damage."""
     own = tl.program_id(0).to(tl.int64) * 0 + number
     _, span, row, group = find_group(places, slots, own, spans, room, tl.program_id(0))
     count = tl.load(row + 2)
     first = group * GROUP + tl.program_id(1) * SIZE
-    if (span >= 0) & (first < count) & (span < tl.load(first_wrong)):
+    if (span >= 0) & (first < count) & (span < tl.load(found + spans + 1)):
         i = first + tl.arange(0, SIZE)
         mask = i < count
         index = tl.load(indices + tl.load(row + 6) + i, mask=mask, other=0).to(tl.int64)

@@ -178,9 +178,9 @@ def place_pieces(
     tl.store(ends + tl.arange(0, 1), end)
 
 
-@triton.jit
+@entry
 def write_stream(
-    block_pieces, first_blocks, capacities, counts, indices, heads, bits_before, streams, words
+    block_pieces, first_blocks, capacities, counts, indices, heads, bits_before, ends, pieces, words
 ):
     """The codes of a block into the words of the body, and the bits of a group that ends with it."""
     block, piece, first, size = block_of(block_pieces, first_blocks, counts)
@@ -188,7 +188,7 @@ def write_stream(
         gaps = load_gaps(indices + tl.load(capacities + piece) + first, first, size)
         head = tl.load(heads + block)
         before = tl.load(bits_before + block) - tl.load(bits_before + tl.load(first_blocks + piece))
-        stream = tl.load(streams + piece)
+        stream = tl.load(ends + 1 + pieces + piece)
         start = stream * 8 + before
         r = (head & HEAD_PARAMETER).to(tl.int64)
         i = tl.arange(0, BLOCK)
@@ -201,8 +201,8 @@ def write_stream(
             width = tl.zeros_like(gaps) + r
             zeros = gaps >> r
         low = number & ((tl.full((BLOCK,), 1, tl.int64) << width) - 1)
-        ends = tl.cumsum(tl.where(i < size, zeros + 1 + width, 0), 0)
-        store_bits(words, start + HEAD_BITS + ends - width - 1, (low << 1) | 1, i < size)
+        code_ends = tl.cumsum(tl.where(i < size, zeros + 1 + width, 0), 0)
+        store_bits(words, start + HEAD_BITS + code_ends - width - 1, (low << 1) | 1, i < size)
         store_bits(words, start + tl.zeros((BLOCK,), tl.int64), tl.zeros_like(gaps) + head, i < 1)
         count = tl.load(counts + piece)
         number = first // BLOCK
@@ -321,7 +321,7 @@ def write_signs(data, means, value, first, size):
     return tl.where(negative, -below, above)
 
 
-@triton.jit
+@entry
 def write_values(
     block_pieces,
     first_blocks,
@@ -330,7 +330,8 @@ def write_values(
     indices,
     values,
     means,
-    value_starts,
+    ends,
+    pieces,
     offsets,
     body,
     x,
@@ -343,7 +344,7 @@ def write_values(
         mask = i < size
         own = tl.load(capacities + piece) + first
         value = tl.load(values + own + i, mask=mask, other=0.0)
-        data = body + tl.load(value_starts + piece)
+        data = body + tl.load(ends + 1 + 2 * pieces + piece)
         if FORMAT == FP32:
             store_float(data + 4 * (first + i), value, mask)
             result = value
@@ -380,12 +381,12 @@ def read_statistics(
     ends,
     found,
     layers,
-    pieces,
+    number,
     SIZE: tl.constexpr,
 ):
     """Of each layer energy, energy sent, number sent and mark, and then all ends, as float64.
 
-    A program has a layer, and the last one the ``pieces`` ends. Sums are always in the same order.
+    A program has a layer, and the last one a ``number`` of ends. Sums are always in the same order.
     """
     layer = tl.program_id(0)
     i = tl.arange(0, SIZE)
@@ -403,6 +404,6 @@ def read_statistics(
         tl.store(row + 2, tl.load(counts + layer).to(tl.float64))
         tl.store(row + 3, tl.load(nonfinite + layer).to(tl.float64))
     else:
-        for piece in range(0, pieces, SIZE):
-            end = tl.load(ends + piece + i, mask=piece + i < pieces, other=0)
-            tl.store(found + 4 * layers + piece + i, end.to(tl.float64), mask=piece + i < pieces)
+        for piece in range(0, number, SIZE):
+            end = tl.load(ends + piece + i, mask=piece + i < number, other=0)
+            tl.store(found + 4 * layers + piece + i, end.to(tl.float64), mask=piece + i < number)
