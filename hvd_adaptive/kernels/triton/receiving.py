@@ -66,7 +66,7 @@ class ReceivedSparse:
             *(self._slots, *shape, expected),
         )
         source = (self._bodies, self._sizes, self._places, self._slots, self._indices, totals, *shape)
-        grid = (self._count, self._room)
+        grid = (self._room, self._count)
         launch(jit.decode_positions, grid, device, *source, num_warps=_WARPS)
         launch(jit.place_and_check, grid, device, *source, SIZE=_SIZE)
         launch(

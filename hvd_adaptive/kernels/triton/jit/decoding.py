@@ -272,8 +272,8 @@ def decode_positions(bodies, numels, places, slots, indices, totals, spans, room
 
     A block is decoded after the other, up to 64 codes of it at once.
     """
-    number = tl.program_id(0).to(tl.int64)
-    slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(1))
+    number = tl.program_id(1).to(tl.int64)
+    slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(0))
     if span >= 0:
         data = tl.load(bodies + BODY_FIELDS * number)
         stream, end, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -357,8 +357,8 @@ def load_values(data, start, code, i, mask):
 @entry
 def place_and_check(bodies, numels, places, slots, indices, totals, spans, room, SIZE: tl.constexpr):
     """Positions from lengths, and whether they and the values are sound; and nothing after signs."""
-    number = tl.program_id(0).to(tl.int64)
-    slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(1))
+    number = tl.program_id(1).to(tl.int64)
+    slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(0))
     if span >= 0:
         count = tl.load(row + 2)
         last = sum_of_totals(totals + slot - group, group) - 1
