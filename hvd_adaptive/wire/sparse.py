@@ -159,7 +159,7 @@ def max_sparse_bytes(numel: int, count: int, values: ValueFormat) -> int:
 
     Example:
         >>> max_sparse_bytes(1_000_000, 10_000, ValueFormat.int8) * 8 / 10_000  # bits per value
-        16.7032
+        16.7096
     """
     count = min(count, numel)
     if count <= 0:

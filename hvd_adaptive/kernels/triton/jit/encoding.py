@@ -372,38 +372,20 @@ def write_values(
 
 
 @entry
-def read_statistics(
-    layer_tiles,
-    energies,
-    sent_energies,
-    counts,
-    nonfinite,
-    ends,
-    found,
-    layers,
-    number,
-    SIZE: tl.constexpr,
-):
-    """Of each layer energy, energy sent, number sent and mark, and then all ends, as float64.
+def read_statistics(sums, counts, nonfinite, ends, found, layers, number, SIZE: tl.constexpr):
+    """Of each layer energy, energy sent, number sent and mark, and then ``number`` ends, as float64.
 
-    A program has a layer, and the last one a ``number`` of ends. Sums are always in the same order.
+    A program has a layer, and the last one the ends.
     """
     layer = tl.program_id(0)
-    i = tl.arange(0, SIZE)
     if layer < layers:
-        first, last = tl.load(layer_tiles + layer), tl.load(layer_tiles + layer + 1)
-        total = tl.zeros((SIZE,), tl.float64)
-        sent = tl.zeros((SIZE,), tl.float64)
-        for start in range(first, last, SIZE):
-            mask = start + i < last
-            total += tl.load(energies + start + i, mask=mask, other=0.0)
-            sent += tl.load(sent_energies + start + i, mask=mask, other=0.0)
         row = found + 4 * layer
-        tl.store(row, tl.sum(total, 0))
-        tl.store(row + 1, tl.sum(sent, 0))
+        tl.store(row, tl.load(sums + 2 * layer))
+        tl.store(row + 1, tl.load(sums + 2 * layer + 1))
         tl.store(row + 2, tl.load(counts + layer).to(tl.float64))
         tl.store(row + 3, tl.load(nonfinite + layer).to(tl.float64))
     else:
+        i = tl.arange(0, SIZE)
         for piece in range(0, number, SIZE):
             end = tl.load(ends + piece + i, mask=piece + i < number, other=0)
             tl.store(found + 4 * layers + piece + i, end.to(tl.float64), mask=piece + i < number)
