@@ -9,6 +9,7 @@ the copy. An operation that does nothing but move its words has a share of 1.
     python -m benchmarks.micro.gpu_kernels --check      # 1 if a stored target is missed
     python -m benchmarks.micro.gpu_kernels --quick      # small and few; no targets, no file
     python -m benchmarks.micro.gpu_kernels --interpret  # without a GPU: runs all, measures nothing
+    python -m benchmarks.micro.gpu_kernels --profile    # what takes the time: each kernel, and the host
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ SIZES = (1 << 22, 25_000_000, 100_000_000)
 DENSITY = 0.01
 BODIES = 8
 REPEATS = 20
+LISTED = 12
+"""Kernels that a profile names."""
 
 TARGETS = {
     "topk, 1 %": 3.0,
@@ -139,6 +142,26 @@ def measure(quick: bool) -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(device), "sizes": found}
 
 
+def profile() -> int:
+    """Print where the time of each operation goes, in the middle size."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    repeats = 5
+    for name, operation in operations(SIZES[1], torch.device("cuda")).items():
+        whole = milliseconds(operation.run, repeats)
+        with profiled(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(repeats):
+                operation.run()
+            torch.cuda.synchronize()
+        rows = [(each.self_device_time_total, each.key) for each in found.key_averages()]
+        device = sum(time for time, _ in rows) / 1000 / repeats
+        print(f"{name}: {whole:.3f} ms, of which the device takes {device:.3f}")
+        for time, kernel in sorted(rows, reverse=True)[:LISTED]:
+            print(f"  {time / 1000 / repeats:8.3f} ms  {kernel[:60]}")
+    return 0
+
+
 def missed(figures: dict[str, Any]) -> list[str]:
     """The targets that were not met."""
     largest = figures["sizes"][max(figures["sizes"], key=int)]
@@ -162,14 +185,15 @@ def main() -> int:
     if sys.argv[1:] == ["--interpret"]:
         os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
         return interpret()
-    if (
-        "--check" not in sys.argv
-        and not {"-h", "--help"} & {*sys.argv}
-        and not torch.cuda.is_available()
-    ):
+    if not {"--check", "-h", "--help"} & {*sys.argv} and not torch.cuda.is_available():
         print("there is no GPU here: nothing was measured, and no file has changed", file=sys.stderr)
         return 1
-    others = {"--interpret": "without a GPU: run all once, and measure nothing"}
+    if sys.argv[1:] == ["--profile"]:
+        return profile()
+    others = {
+        "--interpret": "without a GPU: run all once, and measure nothing",
+        "--profile": "what takes the time; writes no file",
+    }
     return command_line.tables(__doc__, "gpu_kernels", measure, missed, others)
 
 

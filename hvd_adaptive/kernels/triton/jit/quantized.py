@@ -463,7 +463,7 @@ def conclude(places, findings, layers, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_word(address, bits, there):
+def bits_from(address, bits, there):
     """64 bits from a byte on, of which the first ``bits`` may be used; no word without these is read.
 
     ``bits`` are 1 to 32 where a tile is ``there``.
@@ -488,10 +488,10 @@ def unpacked(address, first, g, left, bits):
     """
     own = tl.minimum(tl.maximum(left - 8 * g, 0), 8) * bits  # bits of the group
     byte = address + first * bits + g * bits
-    word = load_word(byte, tl.minimum(own, 32), own > 0) & 0xFFFFFFFF
+    word = bits_from(byte, tl.minimum(own, 32), own > 0) & 0xFFFFFFFF
     shift = (tl.arange(0, 8) * bits).to(tl.uint64)[:, None]
     if bits > 4:
-        more = load_word(byte + 4, own - 32, own > 32) & 0xFFFFFFFF
+        more = bits_from(byte + 4, own - 32, own > 32) & 0xFFFFFFFF
         word = word | (more << 32)
     # what lies behind the last code is not its layer's
     word = word & ((word * 0 - 1) >> (64 - tl.maximum(own, 1)).to(tl.uint64))
@@ -506,7 +506,7 @@ def unpacked(address, first, g, left, bits):
 def load_norm(address, there):
     """A float32 at any byte."""
     bits = tl.where(there, 32, 0)
-    word = (load_word(address, bits, there) & 0xFFFFFFFF).to(tl.uint32)
+    word = (bits_from(address, bits, there) & 0xFFFFFFFF).to(tl.uint32)
     return word.to(tl.float32, bitcast=True)
 
 
