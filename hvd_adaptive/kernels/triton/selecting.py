@@ -1,7 +1,7 @@
 """Which elements are sent, on a GPU: in one pass over the gradient and some over the candidates.
 
 A sample of one element in 64 says how large those are that may be sent. The pass writes the sums, and
-lists these candidates, of which the exact threshold is then found by three histograms. Where the sample
+lists these candidates, of which the exact threshold is then found by four histograms. Where the sample
 promised too much, and there are fewer candidates than elements to send, all elements of that span but
 zeros become candidates by another pass; whether it takes place only the device knows.
 """
@@ -32,7 +32,7 @@ _WARPS = 1
 """Of such a program, which then need not wait for one another."""
 _SAMPLED = 64
 """Of as many elements one is in the sample."""
-_AT_ONCE = 8
+_AT_ONCE = int(jit.TILES.value // jit.SHARE.value)
 """Programs of a part, where its tiles are shared out."""
 _PLACED = 1024
 """Tiles of a program that says where elements go."""
@@ -59,7 +59,7 @@ class Segments:
         starts, ends, of_layer, of_piece = _overlaps(offsets, cuts)
         of_span = np.zeros_like(of_layer) if whole else of_layer
         self.layers, self.pieces, self.spans = layers, pieces, len(most)
-        self.of_layer, self.starts = of_layer, starts
+        self.of_layer = of_layer
         self.tiles = Tiles(ends - starts, _TILE, device)
         self.offsets, self.cuts = offsets, cuts
         self.columns = (
@@ -213,6 +213,7 @@ class Selection:
         """
         segments, device = self._segments, self._x.device
         spans, layers, tiles = segments.spans, segments.layers, (segments.tiles.count,)
+        bins = int(jit.BINS.value)
         given = floors if rule == SelectionRule.threshold else np.full(spans, -1)
         asked = np.stack([counts, given, segments.sample_needed(counts), segments.lists], 1)
         marks = np.zeros(layers, np.int64) if self._marks is None else self._marks
@@ -220,7 +221,7 @@ class Selection:
         sent = upload(np.concatenate([each.ravel() for each in (table, asked, marks)]), device)
         self._table, known, self.nonfinite = sent.split([table.size, asked.size, layers])
         """``nonfinite``, ``int64[L]``: 1 where the sum is not finite."""
-        histograms, tickets, *listed = _zeros((spans, 256), spans, spans, spans, device=device)
+        histograms, tickets, *listed = _zeros((spans, bins), spans, spans, spans, device=device)
         wrong = self.nonfinite.amax(0, keepdim=True) if segments.whole else self.nonfinite
         self.wrong = wrong
         """``int64[spans]``: 1 where nothing is sent because a sum is not finite."""

@@ -2,10 +2,9 @@
 
 :class:`hvd_adaptive.kernels.base.SparseKernels` says what each function does; how elements are
 selected is in :mod:`hvd_adaptive.kernels.triton.selecting`. Memory traffic of compression, in words of
-4 bytes per element: ``x`` and the gradients are read twice and ``x`` is written once, 5 in all. What
-reaches the threshold's power of two, some 5 % of normally distributed values where 1 % is sent, is
-written and read a few times more. The lists of these candidates take 8 bytes per element while a bucket
-is compressed; most of that memory is never touched.
+4 bytes per element: ``x`` and the gradients are read and ``x`` is written once, 3 in all. Candidates, a
+few more than are sent, are written and read some times more. Their lists take 8 bytes per element while
+a bucket is compressed; most of that memory is never touched.
 
 The host waits once per call, for the sizes and the statistics. With the rules ``dgc`` and ``redsync``
 it also waits for what the sample, or the bisection, says of each layer, of a copy of the sums.

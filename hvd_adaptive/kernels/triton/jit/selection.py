@@ -1,4 +1,4 @@
-"""Exactly the largest elements: candidates by a sampled threshold, then three histograms of these.
+"""Exactly the largest elements: candidates by a sampled threshold, then histograms of these.
 
 A program has a *tile* of one segment, which is a part of a layer that goes to one receiver. Rows of the
 table of segments, and of what is known of spans, are described in
