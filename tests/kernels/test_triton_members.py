@@ -18,6 +18,7 @@ from hvd_adaptive.compressors.base import LayerBatch
 from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.base import BACKENDS, for_device
 from hvd_adaptive.wire import WireError
+from hvd_adaptive.wire.quantized import Norm, QuantizationRule, Rounding
 from tests.compressors.test_contract import GATHERED
 from tests.kernels.inputs import bits, damage, numbers
 
@@ -235,3 +236,18 @@ def test_a_good_sample_lists_few_more_candidates_than_are_sent() -> None:
     selection = selecting.Selection(x, segments, None)
     selection.run(counts, np.zeros(1, np.int64), SelectionRule.topk)
     assert 1000 <= int(selection._lists.found.sum()) < 6000
+
+
+@pytest.mark.parametrize("block", [100, 512])
+def test_a_body_adds_minus_zeros_as_they_are(block: int) -> None:
+    from hvd_adaptive.kernels.reference import quantized as reference
+    from hvd_adaptive.kernels.triton import quantized
+
+    rule, one = QuantizationRule(Norm.max, Rounding.uniform, block=block), np.array([0, 1000])
+    x = torch.from_numpy(numbers("mostly zero", 1000, 3))
+    body, _ = quantized.compress_(x, one, np.array([5]), rule, rule.tables)
+    for scale in (-0.5, 0.5):
+        found, expected = torch.full((1000,), -0.0), torch.full((1000,), -0.0)
+        quantized.decompress_add_(body, 0, [found], scale, rule, rule.tables)
+        reference.decompress_add_(body, 0, [expected], scale, rule, rule.tables)
+        assert np.array_equal(bits(found), bits(expected))

@@ -239,6 +239,16 @@ def store_packed(place, first, codes, bits, numel, SIZE: tl.constexpr):
     tl.store(place + done + byte, ((words[:, None] >> (8 * j)[None, :]) & 255).to(tl.uint8), mask=there)
 
 
+@triton.jit
+def store_norms(place, block, first, second, exists, NORM: tl.constexpr):
+    """The norms of blocks, one or two of each."""
+    if NORM == SIDES:
+        store_float(place + 8 * block, first, exists)
+        store_float(place + 8 * block + 4, second, exists)
+    else:
+        store_float(place + 4 * block, first, exists)
+
+
 @entry
 def quantize(
     x,
@@ -279,15 +289,8 @@ def quantize(
         sizes = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
         first, second = norms_of(rows, sizes, clip, NORM, ROWS, LOG)
         place = body + start + 1
-        exists = sizes > 0
-        blocks = (numel + BLOCK - 1) // BLOCK
-        if NORM == SIDES:
-            store_float(place + 8 * block, first, exists)
-            store_float(place + 8 * block + 4, second, exists)
-            place += 8 * blocks
-        else:
-            store_float(place + 4 * block, first, exists)
-            place += 4 * blocks
+        store_norms(place, block, first, second, sizes > 0, NORM)
+        place += tl.where(NORM == SIDES, 8, 4) * ((numel + BLOCK - 1) // BLOCK)
         number = begin.to(tl.uint32) + i.to(tl.uint32)
         words = random_words(number, tl.load(row + 3), tl.load(row + 4))
         words = (words ^ tl.load(row + 6).to(tl.uint32)) + tl.load(row + 5).to(tl.uint32)
@@ -529,6 +532,47 @@ def worst_of(first, second):
     return tl.max(tl.minimum(top, INF).to(tl.int32), 0)
 
 
+@triton.jit
+def decode_tile(
+    row, bits, alphabet, begin, left, NORM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """(values of a tile of a layer, ``[8, groups]``, its largest code, its worst norm).
+
+    Args:
+        row: of the layer in a body.
+        bits: of its codes.
+        alphabet: levels.
+        begin: number of the first element, a multiple of 8.
+        left: elements from there on, int32.
+        NORM: of the rule.
+        BLOCK: elements of a block.
+        TILE: of the tile.
+    """
+    g, j = tl.arange(0, TILE // 8), tl.arange(0, 8)
+    e = 8 * g[None, :] + j[:, None]
+    base = begin // BLOCK
+    inside = (begin - base * BLOCK).to(tl.int32)
+    norms, codes = tl.load(row), tl.load(row + 1)
+    if alphabet == 3:
+        found = load_codes(codes, begin, e, bits, alphabet, e < left)
+    else:
+        found = unpacked(codes, begin // 8, g, left, bits)
+    if BLOCK % 8 == 0:
+        block = base + (inside + 8 * g) // BLOCK
+        first, second = load_norms_of(norms, block, 8 * g < left, NORM)
+        worst = worst_of(first, second)
+        first, second = first[None, :], second[None, :]
+    else:
+        block = base + (inside + e) // BLOCK
+        first, second = load_norms_of(norms, block, e < left, NORM)
+        worst = tl.max(worst_of(first, second), 0)
+    if NORM == SIDES:
+        values = tl.where(found > 0, second, -first)
+    else:
+        values = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.float32)) + found) * first
+    return values, tl.max(tl.max(found, 0), 0), worst
+
+
 @entry
 def add_decoded(
     numels,
@@ -560,51 +604,29 @@ def add_decoded(
         numel = tl.load(numels + layer)
         begin = (tile - tl.load(first_tiles + layer)) * TILE
         left = tl.minimum(numel - begin, TILE).to(tl.int32)
-        g, i = tl.arange(0, TILE // 8), tl.arange(0, TILE)
-        e = 8 * g[None, :] + tl.arange(0, 8)[:, None]
-        base = begin // BLOCK
-        inside = (begin - base * BLOCK).to(tl.int32)
-        # minus zero changes nothing that it is added to
-        total = tl.zeros((8, TILE // 8), tl.float32)
-        if ADDS:
-            total = -total
+        # minus zero, which a literal would not be, changes nothing that it is added to
+        start = -2147483648 if ADDS else 0
+        total = tl.full((8, TILE // 8), start, tl.int32).to(tl.float32, bitcast=True)
         for number in range(count):
             row = places + (number * layers + layer) * PLACES
             bits, wrong = tl.load(row + 3).to(tl.int32), tl.load(row + 5)
             if bits == NONFINITE:
                 total = tl.full((8, TILE // 8), float("nan"), tl.float32)
             elif wrong == 0:
-                norms, codes = tl.load(row), tl.load(row + 1)
-                levels = tl.load(row + 2).to(tl.pointer_type(tl.float32))
                 alphabet = tl.load(row + 4).to(tl.int32)
-                if alphabet == 3:
-                    found = load_codes(codes, begin, e, bits, alphabet, e < left)
-                else:
-                    found = unpacked(codes, begin // 8, g, left, bits)
-                if BLOCK % 8 == 0:
-                    block = base + (inside + 8 * g) // BLOCK
-                    first, second = load_norms_of(norms, block, 8 * g < left, NORM)
-                    worst = worst_of(first, second)
-                    first, second = first[None, :], second[None, :]
-                else:
-                    block = base + (inside + e) // BLOCK
-                    first, second = load_norms_of(norms, block, e < left, NORM)
-                    worst = tl.max(worst_of(first, second), 0)
-                if NORM == SIDES:
-                    values = tl.where(found > 0, second, -first)
-                else:
-                    values = tl.load(levels + found) * first
+                values, top, worst = decode_tile(row, bits, alphabet, begin, left, NORM, BLOCK, TILE)
                 total = total + scale * values
                 if not ADDS:
-                    damaged = (tl.max(tl.max(found, 0), 0) >= alphabet) | (worst >= INF)
+                    damaged = (top >= alphabet) | (worst >= INF)
                     if left < TILE:
-                        damaged = damaged | bits_after(codes, bits, alphabet, numel)
+                        damaged = damaged | bits_after(tl.load(row + 1), bits, alphabet, numel)
                     tl.store(row + 5, 1, mask=damaged)
-        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin
+        i = tl.arange(0, TILE)
+        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i
         added = tl.reshape(tl.trans(total), (TILE,))
         if ADDS:
-            added = tl.load(out + i, mask=i < left, other=0.0) + added
-        tl.store(out + i, added, mask=i < left)
+            added = tl.load(out, mask=i < left, other=0.0) + added
+        tl.store(out, added, mask=i < left)
 
 
 # --- others --------------------------------------------------------------------------------------

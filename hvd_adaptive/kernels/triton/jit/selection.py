@@ -320,8 +320,8 @@ def sent_before(sums, tiles, tile, first, quota, mask):
     """
     greater = tl.load(sums + tile - 1, mask=mask & (tile > 0), other=0)
     greater -= tl.load(sums + first - 1, mask=mask & (first > 0), other=0)
-    ties = tl.load(sums + tiles + tile - 1, mask=mask, other=0)
-    ties -= tl.load(sums + tiles + first - 1, mask=mask, other=0)
+    ties = tl.load(sums + tiles + tile - 1, mask=mask & (tiles + tile > 0), other=0)
+    ties -= tl.load(sums + tiles + first - 1, mask=mask & (tiles + first > 0), other=0)
     return greater + tl.minimum(ties, quota), ties
 
 
