@@ -23,14 +23,17 @@ from launch.training import options
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
 
 STARTS = """
-import json, os, sys, warnings
+import contextlib, json, os, sys, warnings
 import horovod.torch as hvd
 import torch
 import hvd_adaptive as hva
 
 def priorities():
-    tasks = [int(task) for task in os.listdir("/proc/self/task")]
-    return {task: os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
+    found = {}
+    for task in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # a thread that ends meanwhile
+            found[task] = os.getpriority(os.PRIO_PROCESS, task)
+    return found
 
 before = priorities()
 with warnings.catch_warnings(record=True) as caught:
