@@ -17,6 +17,7 @@ from hvd_adaptive.compressors import GatheredCompressor, parse
 from hvd_adaptive.compressors.base import LayerBatch
 from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.base import BACKENDS, for_device
+from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire.quantized import Norm, QuantizationRule, Rounding
 from tests.compressors.test_contract import GATHERED
@@ -251,3 +252,15 @@ def test_a_body_adds_minus_zeros_as_they_are(block: int) -> None:
         quantized.decompress_add_(body, 0, [found], scale, rule, rule.tables)
         reference.decompress_add_(body, 0, [expected], scale, rule, rule.tables)
         assert np.array_equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("numel", [2048, 2049])
+def test_a_sum_finds_digits_after_the_last_of_a_whole_tile(numel: int) -> None:
+    from hvd_adaptive.kernels.triton import quantized
+
+    rule, one = QuantizationRule(Norm.max, Rounding.uniform), np.array([0, numel])
+    x, out = torch.from_numpy(numbers("normal", numel, 3)), torch.zeros(numel)
+    body, _ = quantized.compress_(x, one, np.array([2]), rule, rule.tables)
+    body[-1] = 242  # five digits of 2, where three or four are left
+    with pytest.raises(WireError, match="after the last code"):
+        quantized.decompress_sum_([ReceivedBody(body, 0, rule.tables)], [out], 1.0, rule)

@@ -202,15 +202,3 @@ def levels_of(tables: Tables, device: torch.device) -> tuple[Tensor, Tensor]:
     if device not in places:
         places[device] = upload(tables.levels, device), upload(tables.alphabets, device)
     return places[device]
-
-
-def first_of(wrong: Tensor) -> Tensor:
-    """The number of the first layer with a nonzero flag, else how many there are; int64, on the device.
-
-    Args:
-        wrong: ``int64[L]``.
-    """
-    layers = wrong.numel()
-    numbers = torch.arange(layers + 1, device=wrong.device)
-    flags = torch.nn.functional.pad(wrong, (0, 1), value=1)
-    return torch.where(flags != 0, numbers, layers).amin()

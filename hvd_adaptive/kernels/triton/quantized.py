@@ -157,11 +157,11 @@ class Received:
         self, bodies: Sequence[ReceivedBody], numels: npt.NDArray[np.int64], rule: QuantizationRule
     ) -> None:
         device = bodies[0].data.device
-        self._device, self._rule, self._count, self._layers = device, rule, len(bodies), len(numels)
+        self._device, self._count, self._layers = device, len(bodies), len(numels)
         self._kept = [(body.data, levels_of(body.tables, device)) for body in bodies]
         """The table has their addresses only."""
-        self._shape = tile_shape(rule)
-        self._sizes = numels
+        self._shape = {"NORM": int(rule.norm), "BLOCK": rule.block, "TILE": _DECODED}
+        self._tiles = tiles_of(numels, _DECODED, device)
         rows = [
             (data.data_ptr(), body.start, data.numel(), levels.data_ptr(), alphabets.data_ptr())
             for body, (data, (levels, alphabets)) in zip(bodies, self._kept, strict=True)
@@ -180,15 +180,20 @@ class Received:
 
     def check(self) -> Tensor:
         """Look for damage; then as :meth:`_concluded`."""
-        tiles = tiles_of(self._sizes, self._shape["ROWS"] * self._rule.block, self._device)
+        self._launch(jit.find_damage, (self._tiles.count, self._count), self._layers)
+        return self._concluded()
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
+        """A kernel that decodes, and so checks."""
+        tiles = self._tiles
         launch(
-            *(jit.find_damage, (tiles.count, self._count), self._device, self._numels),
-            *(tiles.layers, tiles.first, self._places, self._layers),
-            NORM=int(self._rule.norm),
+            *(kernel, grid, self._device, self._numels, tiles.layers, tiles.first, self._places),
+            *arguments,
+            **meta,
             **self._shape,
+            num_warps=_DECODED // (32 * _PER_THREAD),
         )
         self._checked = True
-        return self._concluded()
 
     def _concluded(self) -> Tensor:
         """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
@@ -202,19 +207,12 @@ class Received:
     def add_to(self, outs: Sequence[Tensor], scale: float, *, adds: bool) -> None:
         """Add ``scale`` times the bodies, up to the first damage, or set the outputs to their sum."""
         first_wrong = self.check()[-1:] if adds else self._numels  # which is not looked at
-        tiles = tiles_of(self._sizes, _DECODED, self._device)
-        launch(
-            *(jit.add_decoded, (tiles.count,), self._device, self._numels),
-            *(tiles.layers, tiles.first, self._places),
+        self._launch(
+            *(jit.add_decoded, (self._tiles.count,)),
             *(upload(pointers(outs, self._layers), self._device), first_wrong),
             *(self._layers, self._count, float(np.float32(scale))),
             ADDS=adds,
-            NORM=int(self._rule.norm),
-            BLOCK=self._rule.block,
-            TILE=_DECODED,
-            num_warps=_DECODED // (32 * _PER_THREAD),
         )
-        self._checked = True
 
     def findings(self) -> tuple[bool, npt.NDArray[np.int64]]:
         """Whether something is damaged, and the marks; waits for the device."""

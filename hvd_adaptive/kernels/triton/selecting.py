@@ -195,9 +195,7 @@ class Selection:
     ) -> None:
         device, tiles = x.device, segments.tiles.count
         self._x, self._segments, self._grads, self._marks = x, segments, grads, marks
-        energies = torch.empty((2, tiles), dtype=torch.float64, device=device)
-        self.energies, self._sent_energies = energies.unbind()
-        """Of each tile's sums; what it holds of a layer that is not finite means nothing."""
+        self._energies = torch.empty((tiles, 2), dtype=torch.float64, device=device)
         self.indices = torch.empty(segments.capacity, dtype=torch.int32, device=device)
         """From each piece's place in ``segments.capacities`` on; they count from the piece's start."""
         self.values = torch.empty(segments.capacity, dtype=torch.float32, device=device)
@@ -236,7 +234,7 @@ class Selection:
             SAMPLE=_TILE // _SAMPLED,
         )
         launch(
-            *(jit.sift, tiles, device, *source, floor_bits, self.nonfinite, wrong, self.energies),
+            *(jit.sift, tiles, device, *source, floor_bits, self.nonfinite, wrong, self._energies),
             *(listed[0], *self._lists),
             **meta,
             num_warps=_WARPS,
@@ -295,15 +293,18 @@ class Selection:
             num_warps=1,
         )
 
-    def sent_energies(self) -> Tensor:
-        """Of each tile, once ``values`` are what is decoded."""
+    def energies(self) -> Tensor:
+        """Of each tile's sums, and of what it sends, once ``values`` are what is decoded.
+
+        ``float64[tiles, 2]``; what it holds of a layer that is not finite means nothing.
+        """
         segments = self._segments
         launch(
             *(jit.energy_of_selected, (segments.parts, _AT_ONCE), self._x.device, *segments.part),
-            *(segments.span_tiles, self.values, self.targets, self.selected, self._sent_energies),
+            *(segments.span_tiles, self.values, self.targets, self.selected, self._energies),
             num_warps=1,
         )
-        return self._sent_energies
+        return self._energies
 
     def take_back(self) -> None:
         """Subtract the gradients of layers that are not finite, where they have been added."""

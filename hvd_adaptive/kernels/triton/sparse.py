@@ -141,8 +141,7 @@ def _read(
 ) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
     """The bytes, the statistics of each layer, and where each piece ends: the wait of a call."""
     layers = segments.layers
-    energies = torch.stack([selection.energies, selection.sent_energies()], 1)
-    sums, number = sums_between(energies, segments.layer_ranges), segments.pieces + 1
+    sums, number = sums_between(selection.energies(), segments.layer_ranges), segments.pieces + 1
     found = torch.empty(4 * layers + number, dtype=torch.float64, device=data.device)
     launch(
         *(jit.read_statistics, (layers + 1,), data.device, sums, selection.layer_counts),

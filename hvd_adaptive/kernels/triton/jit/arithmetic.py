@@ -111,37 +111,20 @@ def power_of_three(digit):
 
 
 @triton.jit
-def load_codes(address, first, i, bits, alphabet, mask):
-    """Packed codes ``first + i``; ``alphabet`` or more where a byte of base 3 holds no five digits.
-
-    Words of 32 bits are read where one of their bytes is the layer's: others beside it are not used.
+def load_digits(address, first, i, mask):
+    """Codes ``first + i`` that are packed in base 3, five to a byte; 255 where a byte holds no digits.
 
     Args:
         address: of the codes of a layer.
         first: a number, of a tile's first code.
         i: from there on, int32.
-        bits: of a code.
-        alphabet: levels; of 3 codes are packed in base 3.
         mask: which codes there are.
     """
-    if alphabet == 3:
-        i += (first % 5).to(tl.int32)
-        data = (address + first // 5).to(tl.pointer_type(tl.uint8))
-        byte = tl.load(data + i // 5, mask=mask, other=0).to(tl.int32)
-        digits = byte // power_of_three(i % 5) % 3
-        codes = tl.where(byte < 243, digits, 255)
-    else:
-        start = address * 8 + first * bits
-        words = (start >> 5 << 2).to(tl.pointer_type(tl.uint32))
-        place = (start & 31).to(tl.int32) + i * bits
-        shift = place & 31
-        word = tl.load(words + (place >> 5), mask=mask, other=0) >> shift.to(tl.uint32)
-        if 8 % bits != 0:  # some codes lie in two words
-            more = mask & (shift + bits > 32)
-            high = tl.load(words + (place >> 5) + 1, mask=more, other=0)
-            word = word | ((high << 1) << (31 - shift).to(tl.uint32))
-        codes = word.to(tl.int32) & ((1 << bits) - 1)
-    return codes
+    i += (first % 5).to(tl.int32)
+    data = (address + first // 5).to(tl.pointer_type(tl.uint8))
+    byte = tl.load(data + i // 5, mask=mask, other=0).to(tl.int32)
+    digits = byte // power_of_three(i % 5) % 3
+    return tl.where(byte < 243, digits, 255)
 
 
 @entry

@@ -17,8 +17,7 @@ from hvd_adaptive.kernels.triton.jit.arithmetic import (
     INF,
     entry,
     halved_totals,
-    load_codes,
-    load_float,
+    load_digits,
     load_gradient,
     magnitude_bits,
     power_of_three,
@@ -385,19 +384,6 @@ def walk(bodies, numels, norm_bytes, places, layers):
 
 
 @triton.jit
-def load_norms(row, block, exists, NORM: tl.constexpr):
-    """The norms of each row; both are the same where a block has one."""
-    norms = tl.load(row).to(tl.pointer_type(tl.uint8))
-    if NORM == SIDES:
-        first = load_float(norms + 8 * block, exists)
-        second = load_float(norms + 8 * block + 4, exists)
-    else:
-        first = load_float(norms + 4 * block, exists)
-        second = first
-    return first, second
-
-
-@triton.jit
 def bits_after(address, bits, count, numel):
     """Whether there are bits after the last code of a layer."""
     codes = address.to(tl.pointer_type(tl.uint8))
@@ -410,36 +396,6 @@ def bits_after(address, bits, count, numel):
         byte = tl.load(codes + last, mask=rest > 0, other=0).to(tl.int32)
         found = (byte >> rest) > 0
     return found
-
-
-@entry
-def find_damage(
-    numels,
-    tile_layers,
-    first_tiles,
-    places,
-    layers,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOG: tl.constexpr,
-):
-    """Mark the layers that hold an impossible norm, code or padding."""
-    tile, number = tl.program_id(0), tl.program_id(1)
-    layer = tl.load(tile_layers + tile)
-    row = places + (number * layers + layer) * PLACES
-    bits = tl.load(row + 3).to(tl.int32)
-    if (tl.load(row + 5) == 0) & (bits != NONFINITE):
-        numel = tl.load(numels + layer)
-        block, begin, i, mask = places_of(numel, tile - tl.load(first_tiles + layer), BLOCK, ROWS, LOG)
-        first, second = load_norms(row, block, block * BLOCK < numel, NORM)
-        codes, count = tl.load(row + 1), tl.load(row + 4).to(tl.int32)
-        found = load_codes(codes, begin, i, bits, count, mask)
-        top = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
-        damaged = tl.max(top, 0) >= INF  # so are negative ones, by their upper bit
-        damaged = damaged | (tl.max(tl.max(tl.where(mask, found, 0), 1), 0) >= count)
-        damaged = damaged | bits_after(codes, bits, count, numel)
-        tl.store(row + 5, 1, mask=damaged)
 
 
 @entry
@@ -514,7 +470,7 @@ def load_norm(address, there):
 
 
 @triton.jit
-def load_norms_of(norms, block, there, NORM: tl.constexpr):
+def load_norms(norms, block, there, NORM: tl.constexpr):
     """Both norms of blocks, by number; they are the same where a block has one."""
     if NORM == SIDES:
         first = load_norm(norms + 8 * block, there)
@@ -554,23 +510,68 @@ def decode_tile(
     inside = (begin - base * BLOCK).to(tl.int32)
     norms, codes = tl.load(row), tl.load(row + 1)
     if alphabet == 3:
-        found = load_codes(codes, begin, e, bits, alphabet, e < left)
+        found = load_digits(codes, begin, e, e < left)
     else:
         found = unpacked(codes, begin // 8, g, left, bits)
     if BLOCK % 8 == 0:
         block = base + (inside + 8 * g) // BLOCK
-        first, second = load_norms_of(norms, block, 8 * g < left, NORM)
+        first, second = load_norms(norms, block, 8 * g < left, NORM)
         worst = worst_of(first, second)
         first, second = first[None, :], second[None, :]
     else:
         block = base + (inside + e) // BLOCK
-        first, second = load_norms_of(norms, block, e < left, NORM)
+        first, second = load_norms(norms, block, e < left, NORM)
         worst = tl.max(worst_of(first, second), 0)
     if NORM == SIDES:
         values = tl.where(found > 0, second, -first)
     else:
         values = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.float32)) + found) * first
     return values, tl.max(tl.max(found, 0), 0), worst
+
+
+@triton.jit
+def is_damaged(row, bits, alphabet, top, worst, begin, numel, TILE: tl.constexpr):
+    """Whether a tile has an impossible code or norm, or its layer ends with it and has bits after that.
+
+    Args:
+        row: of the layer in a body.
+        bits: of its codes.
+        alphabet: levels.
+        top: the tile's largest code.
+        worst: its worst norm.
+        begin: number of its first element.
+        numel: elements of the layer.
+        TILE: of a tile.
+    """
+    damaged = (top >= alphabet) | (worst >= INF)
+    if begin + TILE >= numel:
+        damaged = damaged | bits_after(tl.load(row + 1), bits, alphabet, numel)
+    return damaged
+
+
+@entry
+def find_damage(
+    numels,
+    tile_layers,
+    first_tiles,
+    places,
+    layers,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Mark the layers that hold an impossible norm, code or padding."""
+    tile, number = tl.program_id(0), tl.program_id(1)
+    layer = tl.load(tile_layers + tile)
+    row = places + (number * layers + layer) * PLACES
+    bits = tl.load(row + 3).to(tl.int32)
+    if (tl.load(row + 5) == 0) & (bits != NONFINITE):
+        numel, alphabet = tl.load(numels + layer), tl.load(row + 4).to(tl.int32)
+        begin = (tile - tl.load(first_tiles + layer)) * TILE
+        left = tl.minimum(numel - begin, TILE).to(tl.int32)
+        _, top, worst = decode_tile(row, bits, alphabet, begin, left, NORM, BLOCK, TILE)
+        damaged = is_damaged(row, bits, alphabet, top, worst, begin, numel, TILE)
+        tl.store(row + 5, 1, mask=damaged)
 
 
 @entry
@@ -617,9 +618,7 @@ def add_decoded(
                 values, top, worst = decode_tile(row, bits, alphabet, begin, left, NORM, BLOCK, TILE)
                 total = total + scale * values
                 if not ADDS:
-                    damaged = (top >= alphabet) | (worst >= INF)
-                    if left < TILE:
-                        damaged = damaged | bits_after(tl.load(row + 1), bits, alphabet, numel)
+                    damaged = is_damaged(row, bits, alphabet, top, worst, begin, numel, TILE)
                     tl.store(row + 5, 1, mask=damaged)
         i = tl.arange(0, TILE)
         out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i

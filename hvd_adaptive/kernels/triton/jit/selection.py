@@ -46,10 +46,21 @@ def load_tile(x, row, tile, GRADS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def is_last(tickets, programs):
-    """Whether all others of so many programs have been here: it may read what they added up."""
+def add_counts(bins, counts, ticket, programs):
+    """Add to a histogram; whether all others of so many programs have: it may then be read."""
+    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
     tl.debug_barrier()
-    return tl.atomic_add(tickets, 1, sem="acq_rel") == programs - 1
+    return tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit
+def take_counts(bins, ticket):
+    """What a histogram holds, the highest bin first; it is cleared for the next one."""
+    place = bins + (BINS - 1 - tl.arange(0, BINS))
+    counts = tl.load(place, cache_modifier=".cg")  # others added to it in the cache of all
+    tl.store(place, tl.zeros((BINS,), tl.int32))
+    tl.store(ticket, 0)
+    return counts
 
 
 @triton.jit
@@ -110,15 +121,11 @@ def sample(
     flat = tl.reshape(quarter, (TILES * SAMPLE,))
     counts = tl.histogram(flat, BINS, mask=tl.reshape(mask, (TILES * SAMPLE,)))
     bins = histograms + span * BINS
-    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
-    if is_last(tickets + span, tl.load(span_parts + 1 + span)):
-        place = bins + (BINS - 1 - tl.arange(0, BINS))
+    if add_counts(bins, counts, tickets + span, tl.load(span_parts + 1 + span)):
         needed = tl.load(asked + span * SPAN_FIELDS + 2).to(tl.int32)
-        number, _ = bin_of(tl.load(place, cache_modifier=".cg"), needed)
+        number, _ = bin_of(take_counts(bins, tickets + span), needed)
         floor = tl.where(number > 0, (number + LOWEST_BIN) << SAMPLE_SHIFT, 1)
         tl.store(floors + span, tl.where(given < 0, floor, tl.maximum(given.to(tl.int32), 1)))
-        tl.store(place, tl.zeros((BINS,), tl.int32))
-        tl.store(tickets + span, 0)
 
 
 @triton.jit
@@ -171,7 +178,7 @@ def sift(
         kept = size >= tl.load(floors + span)
         write_candidates(e, total, kept, span, tile, asked, listed, places, values, firsts, found)
         wide = total.to(tl.float64)
-        tl.store(energies + tile, tl.sum(wide * wide, 0))
+        tl.store(energies + 2 * tile, tl.sum(wide * wide, 0))
 
 
 @triton.jit
@@ -259,15 +266,11 @@ def refine(
             inside = inside & (size >> (SHIFT + BITS) == prefix)
         counts += tl.histogram((size >> SHIFT) & ((1 << BITS) - 1), BINS, mask=inside)
     bins = histograms + span * BINS
-    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
-    if is_last(tickets + span, parts):
-        place = bins + (BINS - 1 - tl.arange(0, BINS))
-        number, above = bin_of(tl.load(place, cache_modifier=".cg"), left)
+    if add_counts(bins, counts, tickets + span, parts):
+        number, above = bin_of(take_counts(bins, tickets + span), left)
         number = tl.minimum(number, (1 << BITS) - 1)
         tl.store(prefixes + spans + span, (prefix << BITS) | number)
         tl.store(quotas + spans + span, left - above)
-        tl.store(place, tl.zeros((BINS,), tl.int32))
-        tl.store(tickets + span, 0)
 
 
 @triton.jit
@@ -435,7 +438,7 @@ def energy_of_selected(part_spans, part_numbers, span_tiles, values, targets, se
         place, listed = places_from(first, count, start)
         wide = tl.load(values + place, mask=listed, other=0.0).to(tl.float64)
         energy += wide * wide
-    tl.store(energies + tile, tl.sum(energy, 1), mask=there)
+    tl.store(energies + 2 * tile + 1, tl.sum(energy, 1), mask=there)
 
 
 @entry
@@ -445,5 +448,5 @@ def take_back(x, table, tile_segments, bad, found, GRADS: tl.constexpr, TILE: tl
     row = table + tl.load(tile_segments + tile) * FIELDS
     if (tl.load(bad + tl.load(row + 4)) > 0) & (tl.load(found + tile) >= 0):
         e, mask, total = load_tile(x, row, tile, 0, TILE)
-        grad = load_gradient(tl.load(row + 2), e * 0, e, mask, GRADS)
+        grad = load_gradient(tl.load(row + 2), 0, e, mask, GRADS)
         tl.store(x + tl.load(row) + e, total - grad, mask=mask)
