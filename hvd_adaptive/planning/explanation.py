@@ -65,7 +65,7 @@ def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple
         return (f"{first}; the limits on delay and noise admit no compression yet",)
     saved = 1 - others[0].seconds / chosen.seconds
     if saved <= 0:
-        return (f"{first}; the best compression ({others[0].name}) would be {_percent(-saved)} slower",)
+        return (f"{first}; the best compression ({others[0].name}) would {_slower(-saved)}",)
     return (
         f"{first}; compression ({others[0].name}) would save {_percent(saved)}, less than "
         f"{_percent(LEAST_GAIN)}",
@@ -76,7 +76,9 @@ def _second(limits: TimeLimits, chosen: Contender) -> str:
     others = [each for each in limits.contenders if (each.choice != chosen.choice).any()]
     slower = others[0].seconds / chosen.seconds - 1
     if slower < 0:
-        faster = f"{_percent(-slower)} faster, but it loses more"
+        more = limits.loss(others[0].choice) > limits.loss(chosen.choice)
+        why = "it loses more" if more else "that is too little for another plan"
+        faster = f"{_percent(-slower)} faster, but {why}"
         return f"second: {others[0].name}, {_ms(others[0].seconds)}, {faster}"
     gap = f"; a better plan could save {_percent(chosen.gap)} of what layers cost" if chosen.gap else ""
     return f"second: {others[0].name}, {_ms(others[0].seconds)}, {_percent(slower)} slower{gap}"
@@ -87,6 +89,11 @@ def _shares(limits: TimeLimits, chosen: Contender) -> str:
     pairs = zip(limits.model.specs, chosen.choice, strict=True)
     counts = Counter(specs[index] for specs, index in pairs)
     return ", ".join(f"{spec} on {count} layers" for spec, count in counts.most_common())
+
+
+def _slower(share: float) -> str:
+    """By what share a step is slower, as a verb."""
+    return f"be {_percent(share)} slower" if share < 1 else f"take {1 + share:.2g} times as long"
 
 
 def _percent(share: float) -> str:

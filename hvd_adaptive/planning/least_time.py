@@ -32,6 +32,9 @@ LEAST_GAIN = 0.02
 AS_FAST = 0.01
 """Share of a dense step's seconds that counts as no difference between two plans."""
 
+AS_GOOD = 1.1
+"""Times what a plan uses of the limits that count as no difference to one that uses less."""
+
 EASED = (0.5, 0.25)
 """Of both limits: where hardly a second is to be had by using them up, less is lost."""
 
@@ -67,7 +70,9 @@ class TimeLimits(Limits):
         noises: ``float64[C_l]`` per layer: added variance, weighted; infinite forbids.
         max_delay: limit of the sum of the chosen ``delays``.
         max_noise: limit of the sum of the chosen ``noises``.
-        correction: measured over foreseen seconds of compressed steps.
+        correction: measured over foreseen seconds of compressed steps, beside dense ones.
+        drift: the same of all steps, as far as they have all become slower.
+        current: a compressed choice that is in force, and stays where others are hardly better.
         keep: a choice that is to stay, whatever would be faster; None is free to choose.
         only_dense: whether nothing may be compressed.
     """
@@ -78,6 +83,8 @@ class TimeLimits(Limits):
     max_delay: float
     max_noise: float
     correction: float = 1.0
+    drift: float = 1.0
+    current: Int64s | None = None
     keep: Int64s | None = None
     only_dense: bool = False
 
@@ -87,6 +94,7 @@ class TimeLimits(Limits):
         found = self.denses()
         if not self.only_dense:
             found += self._compressed(min(found, key=lambda each: each.seconds))
+            found += [each for each in self._in_force if not any(_same(each, other) for other in found)]
         return tuple(sorted(found, key=lambda each: each.seconds))
 
     @property
@@ -98,16 +106,33 @@ class TimeLimits(Limits):
     def best(self) -> Contender:
         """The fastest, if it saves :data:`LEAST_GAIN`; else the fastest dense one.
 
-        Of those that take next to no longer, the one that loses least.
+        Of those that take next to no longer, the one that loses least. What is in force stays if it is
+        one of these and loses hardly more, or if no other one is left and dense would not be faster:
+        what is about equal must not change with every small change of what was measured.
         """
         dense = self.dense
         bound = min(
             self.contenders[0].seconds + AS_FAST * dense.seconds, (1 - LEAST_GAIN) * dense.seconds
         )
         able = [each for each in self.contenders if each.seconds < bound and not each.dense]
-        return min(able, key=lambda each: self._loss(each.choice), default=dense)
+        best = min(able, key=lambda each: self.loss(each.choice), default=dense)
+        for own in self._in_force:
+            if any(_same(own, each) for each in able):
+                return own if self.loss(own.choice) <= AS_GOOD * self.loss(best.choice) else best
+            if best.dense and own.seconds < dense.seconds:
+                return own
+        return best
 
-    def _loss(self, choice: Int64s) -> float:
+    @functools.cached_property
+    def _in_force(self) -> tuple[Contender, ...]:
+        """The choice in force, if there is one and it keeps the limits."""
+        if self.current is None or self.only_dense:
+            return ()
+        delay, noise = self.weighed(self.current)
+        fits = delay <= self.max_delay and noise <= self.max_noise
+        return (self.of(self.current),) if fits else ()
+
+    def loss(self, choice: Int64s) -> float:
         """What a choice uses of both limits."""
         delay, noise = self.weighed(choice)
         used = (
@@ -122,7 +147,7 @@ class TimeLimits(Limits):
         parts = self.model.seconds(choice)
         dense = all(costs[spec].dense for spec in specs)
         names = sorted(spec for spec in specs if not costs[spec].dense) or sorted(specs)
-        seconds = parts.total * (1.0 if dense else self.correction)
+        seconds = parts.total * self.drift * (1.0 if dense else self.correction)
         return Contender(" + ".join(names), choice, parts, seconds, dense)
 
     def weighed(self, choice: Int64s) -> tuple[float, float]:
@@ -213,6 +238,10 @@ class TimeLimits(Limits):
         delay, noise = self.weighed(choice)
         if delay <= self.max_delay and noise <= self.max_noise and (choice != found.choice).any():
             yield replace(self.of(choice), gap=found.gap)
+
+
+def _same(one: Contender, other: Contender) -> bool:
+    return bool((one.choice == other.choice).all())
 
 
 def _picked(rows: Sequence[Float64s], choice: Int64s) -> Float64s:

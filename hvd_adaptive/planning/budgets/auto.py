@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.dense_steps import DenseSteps
@@ -123,9 +124,8 @@ SPARSE = 0.5
 """A gradient with fewer elements that are not 0 counts as sparse."""
 MOST_ROUNDING = 1e-4
 """Relative squared error from which half precision is no dense gradient any more: it has underflown."""
-CORRECTIONS = (0.5, 3.0)
-FADING = 0.9
-"""What a correction loses with every plan that does not compress: so compression is tried again."""
+DRIFTS = (0.5, 3.0)
+"""Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
 
 
 class AutoBudget(Budget):
@@ -138,7 +138,7 @@ class AutoBudget(Budget):
         self._horizon = options.total_steps
         self._step = 0
         self._dense = DenseSteps.empty(options.timed_steps)
-        self._score, self._guard = ForecastScore(), LossGuard()
+        self._score, self._guard, self._control = ForecastScore(), LossGuard(), DenseControl()
         self._score.begin(None)
         # the plan in force
         self._plans = 0
@@ -152,9 +152,9 @@ class AutoBudget(Budget):
         self._ready: Float64s | None = None
         self._order: Int64s | None = None
         self._compute, self._network = 0.0, 1.0
-        self._correction, self._caution = 1.0, 1.0
+        self._drift, self._caution = 1.0, 1.0
         # what is to be done next
-        self._remeasure = self._measured = self._slower = False
+        self._remeasure = self._measured = False
         self._measured_step, self._measure_gap = 0, LEAST_GAP
         # of the plan that is being made
         self._facts: PlanningInput | None = None
@@ -182,14 +182,22 @@ class AutoBudget(Budget):
     @property
     def urgent(self) -> bool:
         """Whether something went wrong, or the allowed delay is another one by now."""
-        if self._remeasure or self._measured or self._slower or self._guard.verdict:
+        if self._remeasure or self._measured or self._guard.verdict:
             return True
-        if self._guard.wants_dense and self._compresses:
+        if self._compresses and (self._guard.wants_dense or self._control.on):
+            return True
+        if self._compared:
             return True
         if self._step < self._planned_step + LEAST_APART:
             return False
         now, then = self._allowed_delay(self._step), self._planned_delay
         return now > 2 * max(then, 0.5) or (self._compresses and now < then / 1.5)
+
+    @property
+    def _compared(self) -> bool:
+        """Whether the dense steps of a control are there."""
+        timed = len(self._dense.seconds) >= self._options.timed_steps
+        return self._control.on and not self._compresses and timed
 
     def observe(self, facts: StepMeasurements) -> None:
         """Times of the plan in force, and the loss where there is one."""
@@ -206,6 +214,8 @@ class AutoBudget(Budget):
             self._dense.add(facts)
         if self._score.observe(float(facts.seconds)):
             self._judge()
+        elif self._compresses and self._score.early is not None:
+            self._compare(self._score.early, FAR_SLOWER)
 
     def _judge(self) -> None:
         """A window of steps is complete."""
@@ -217,12 +227,18 @@ class AutoBudget(Budget):
         if score.misses >= 2 and self._may_measure(self._step):
             self._remeasure = True
             self._dense.keep_last(score.window)
-        if not self._compresses:
+        if self._compresses and score.windows >= 2:
+            self._compare(score.median, SLOWER)
+
+    def _compare(self, seconds: float, share: float) -> None:
+        """Have dense steps follow, if compressed ones take longer than these did."""
+        usual = self._dense.quantiles()[0] if self._dense.seconds else math.inf
+        if self._levels is None or self._remeasure or self._score.expected is None:
             return
-        usual = float(np.median(self._dense.seconds)) if self._dense.seconds else math.inf
-        if score.windows >= 2 and score.median > usual and not self._remeasure:
-            self._slower = True
-            self._notes = [f"a step took {_ms(score.median)}, dense steps {_ms(usual)}"]
+        if not self._control.looks_slower(seconds, usual, self._step, share):
+            return
+        self._control.begin(seconds, self._levels.tolist())
+        self._notes = [f"a step took {_ms(seconds)}, dense steps {_ms(usual)}: dense steps follow"]
 
     # --- granting ---------------------------------------------------------------------------------
 
@@ -259,6 +275,7 @@ class AutoBudget(Budget):
             self._notes.append(verdict)
         if self._levels is not None and len(self._levels) != len(table.names):
             self._levels = self._since = self._factors = self._ready = self._order = None
+            self._control.give_up()
         delays, noises, bounds = self._rows(table, signals, costs, facts.step)
         limits = TimeLimits(
             model=self._model(facts, signals, costs),
@@ -266,16 +283,26 @@ class AutoBudget(Budget):
             noises=noises,
             max_delay=bounds[0],
             max_noise=bounds[1],
-            correction=self._correction,
-            only_dense=self._guard.wants_dense,
+            correction=self._correction(facts.step),
+            drift=self._drift,
+            only_dense=self._guard.wants_dense or self._control.on,
             reference=np.zeros(len(table.names), np.int64),
         )
         current = self._current(limits)
         if not costs.assumed:
             limits = self._calibrated(limits, current)
-        keep = current.choice if self._remeasure else None
-        self._limits = replace(limits, keep=keep, reference=limits.of(current.choice).choice)
+        self._limits = replace(
+            limits,
+            keep=current.choice if self._remeasure else None,
+            only_dense=self._guard.wants_dense or self._control.on,
+            current=current.choice if self._compresses else None,
+            reference=current.choice,
+        )
         return self._limits
+
+    def _correction(self, step: int) -> float:
+        """Of foreseen seconds of compressed steps."""
+        return self._control.correction(step, self._dense.quantiles()[0])
 
     def _current(self, limits: TimeLimits) -> Contender:
         """What is done now; before the first plan half precision, as far as that will do."""
@@ -386,15 +413,18 @@ class AutoBudget(Budget):
     def _calibrated(self, limits: TimeLimits, current: Contender) -> TimeLimits:
         """With the seconds that steps have taken: dense ones as they were, others in proportion."""
         if not self._compresses and self._dense.seconds:
-            model = calibrated(limits.model, current.choice, *self._dense.quantiles())
-            self._compute, self._network = model.compute, model.network
-            self._correction = 1.0 + FADING * (self._correction - 1.0)
-            return replace(limits, model=model, correction=self._correction)
+            dense = self._dense.quantiles()
+            model = calibrated(limits.model, current.choice, *dense)
+            self._compute, self._network, self._drift = model.compute, model.network, 1.0
+            if self._compared:
+                foreseen = model.seconds(np.array(self._control.levels, np.int64)).total
+                self._notes.append(self._control.conclude(dense[0], foreseen, self._step))
+            return replace(limits, model=model, correction=self._correction(self._step), drift=1.0)
         # at other times a forecast that is off must show
-        if self._compresses and self._score.median is not None and (self._measured or self._slower):
-            ratio = self._score.median / max(current.parts.total, 1e-9)
-            self._correction = float(np.clip(ratio, *CORRECTIONS))
-        return replace(limits, correction=self._correction)
+        if self._compresses and self._score.median is not None and self._measured:
+            off = self._score.median / max(current.seconds, 1e-9)
+            self._drift = float(np.clip(self._drift * off, *DRIFTS))
+        return replace(limits, drift=self._drift)
 
     # --- afterwards -------------------------------------------------------------------------------
 
@@ -405,7 +435,7 @@ class AutoBudget(Budget):
         assert facts is not None, "limits come first"
         chosen = limits.of(levels)
         asks, self._measured = self._remeasure, self._remeasure
-        self._remeasure = self._slower = False
+        self._remeasure = False
         if asks:
             self._measured_step = facts.step
             self._measure_gap = min(2 * self._measure_gap, MOST_GAP)
@@ -419,7 +449,8 @@ class AutoBudget(Budget):
             "noise": noise / max(limits.max_noise, 1e-300) * self._caution * self._options.limits[1],
             "max_noise": self._caution * self._options.limits[1],
             "network_factor": self._network,
-            "correction": self._correction,
+            "correction": limits.correction,
+            "drift": limits.drift,
             "measure_again": float(asks),
         }
         words = [*self._notes]
@@ -436,6 +467,8 @@ class AutoBudget(Budget):
         biased = np.array([row[index] > 0 for row, index in zip(limits.delays, levels, strict=True)])
         before = np.full(len(levels), -1) if self._since is None else self._since
         self._since = np.where(biased, np.where(before >= 0, before, step), -1).astype(np.int64)
+        if self._control.on and self._compresses:
+            self._dense.keep_last(0)  # only those of now are a comparison
         self._levels, self._compresses = levels.copy(), not chosen.dense
         self._plans += 1
         self._planned_step, self._planned_delay = step, self._allowed_delay(step)
@@ -467,11 +500,11 @@ class AutoBudget(Budget):
             "order": None if self._order is None else self._order.tolist(),
             "compute": self._compute,
             "network": self._network,
-            "correction": self._correction,
+            "drift": self._drift,
+            "control": self._control.state_dict(),
             "caution": self._caution,
             "remeasure": self._remeasure,
             "measured": self._measured,
-            "slower": self._slower,
             "measured_step": self._measured_step,
             "measure_gap": self._measure_gap,
         }
@@ -490,9 +523,10 @@ class AutoBudget(Budget):
         self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
         self._order = _int64s(state["order"])
         self._compute, self._network = float(state["compute"]), float(state["network"])
-        self._correction, self._caution = float(state["correction"]), float(state["caution"])
+        self._drift, self._caution = float(state["drift"]), float(state["caution"])
+        self._control = DenseControl.from_dict(state["control"])
         self._remeasure, self._measured = bool(state["remeasure"]), bool(state["measured"])
-        self._slower, self._measured_step = bool(state["slower"]), int(state["measured_step"])
+        self._measured_step = int(state["measured_step"])
         self._measure_gap = int(state["measure_gap"])
 
 

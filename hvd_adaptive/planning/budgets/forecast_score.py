@@ -12,6 +12,8 @@ __all__ = ["ForecastScore"]
 
 TOLERANCE = 0.15
 """Relative difference that still counts as right."""
+HANDFUL = 5
+"""Steps that are enough to see what is far off."""
 SETTLING = 5
 """Steps after a switch that do not count: buffers are made, and caches filled."""
 
@@ -48,6 +50,11 @@ class ForecastScore:
         """Another plan takes effect; ``expected`` is None where its seconds are not foreseen."""
         self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
         self._settling, self._seconds = settling, []
+
+    @property
+    def early(self) -> float | None:
+        """The median of the running window, if it has :data:`HANDFUL` steps by now."""
+        return float(np.median(self._seconds)) if len(self._seconds) >= HANDFUL else None
 
     @property
     def settled(self) -> bool:

@@ -1,0 +1,135 @@
+"""Whether compressed steps are faster than dense ones: measured side by side, not remembered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["DenseControl"]
+
+SLOWER = 1.02
+"""From how many times the seconds of dense steps on a compressed one counts as slower."""
+FAR_SLOWER = 1.5
+"""From how many times on a handful of steps are enough to say so."""
+LEAST_GAP, MOST_GAP = 50, 3200
+"""Steps from one control to the next: doubled each time compression turns out to be faster."""
+LEAST_PATIENCE, MOST_PATIENCE = 400, 12800
+"""Steps after which half of a correction, as a logarithm, is forgotten: doubled each time compression
+turns out to be slower, so that it is tried again ever more seldom, and later the slower it was."""
+ANOTHER = 1.5
+"""By how many times dense steps must have changed for a finding to hold no longer."""
+CORRECTIONS = 0.5, 10.0
+
+
+@dataclass(slots=True)
+class DenseControl:
+    """A small state machine: compressed steps that look slower, dense steps right after, a finding.
+
+    Dense steps of another hour are a bad measure on a machine that others use, too: it may just be
+    slower now. So compressed steps that take longer than dense ones once did are followed by some dense
+    ones, and only what these take counts. What a finding says about the model of a step is its
+    *correction*: the seconds of compressed steps over those that were foreseen.
+
+    Example:
+        >>> control = DenseControl()
+        >>> control.looks_slower(0.13, 0.10, step=60)
+        True
+        >>> control.begin(0.13, levels=[3, 3])
+        >>> control.conclude(dense=0.12, foreseen=0.1, step=80)
+        'compressed steps took 130 ms, dense ones right after them 120 ms'
+        >>> [round(control.correction(step, dense=0.12), 2) for step in (81, 480, 880)]
+        [1.3, 1.14, 1.07]
+        >>> control.correction(81, dense=0.03)  # steps of another kind
+        1.0
+    """
+
+    compressed: float | None = None
+    """Seconds of a compressed step, while a control is on."""
+    levels: tuple[int, ...] = ()
+    """What each layer did in it."""
+    gap: int = LEAST_GAP
+    patience: int = LEAST_PATIENCE
+    _next: int = 0
+    _correction: float = 1.0
+    _found: int = 0
+    _dense: float = math.inf
+
+    @property
+    def on(self) -> bool:
+        """Whether dense steps are wanted for comparison."""
+        return self.compressed is not None
+
+    def looks_slower(self, seconds: float, dense: float, step: int, share: float = SLOWER) -> bool:
+        """Whether compressed steps should be compared with dense ones.
+
+        Args:
+            seconds: that compressed steps take.
+            dense: that dense steps took when there were some.
+            step: the present one.
+            share: of these from which on it counts.
+        """
+        return not self.on and seconds > share * dense and step >= self._next
+
+    def begin(self, seconds: float, levels: Sequence[int]) -> None:
+        """Dense steps follow ones that took ``seconds``."""
+        self.compressed, self.levels = seconds, tuple(levels)
+
+    def give_up(self) -> None:
+        """There is nothing to compare any more, as where the layers are others now."""
+        self.compressed = None
+
+    def conclude(self, dense: float, foreseen: float, step: int) -> str:
+        """The dense steps are there.
+
+        Args:
+            dense: what they took.
+            foreseen: what compressed ones would take, by a model that foresees ``dense``.
+            step: the present one.
+
+        Returns:
+            What was found.
+
+        Raises:
+            ValueError: no control is on.
+        """
+        if self.compressed is None:
+            raise ValueError("conclude comes after begin")
+        compressed, self.compressed = self.compressed, None
+        self._correction = min(max(compressed / max(foreseen, 1e-9), CORRECTIONS[0]), CORRECTIONS[1])
+        self._dense = dense
+        if compressed < dense:
+            self.gap = min(2 * self.gap, MOST_GAP)
+        elif self._found:
+            self.patience = min(2 * self.patience, MOST_PATIENCE)
+        self._found, self._next = step, step + self.gap
+        return (
+            f"compressed steps took {1e3 * compressed:.3g} ms, dense ones right after them "
+            f"{1e3 * dense:.3g} ms"
+        )
+
+    def correction(self, step: int, dense: float) -> float:
+        """Seconds of compressed steps over foreseen ones: 1 where nothing is known, or another thing.
+
+        Args:
+            step: the present one.
+            dense: seconds of a dense step now.
+        """
+        if not self._dense / ANOTHER < dense < self._dense * ANOTHER:
+            return 1.0
+        forgotten = max(0, step - self._found) // self.patience
+        return float(self._correction ** (0.5**forgotten))
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON."""
+        state = asdict(self)
+        state["_dense"] = None if math.isinf(self._dense) else self._dense
+        return state
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> DenseControl:
+        """From :meth:`state_dict`."""
+        dense = state["_dense"]
+        levels = tuple(int(each) for each in state["levels"])
+        return cls(**{**state, "levels": levels, "_dense": math.inf if dense is None else float(dense)})
