@@ -27,8 +27,10 @@ DENSE = ("stock none", "stock fp16")
 FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25 auto")
 METHODS = (*DENSE, *FIXED, AUTO)
 BLOCKS, STEPS = 3, 5
-SETTLE = 60
-"""Steps of auto before its first turn: it measures, plans, and changes over."""
+SHORT = {"resnet-fashion": 25, "mlp-digits": 25}
+"""Steps of a turn where they take tens of milliseconds: a turn of five would be noise."""
+SETTLE = 120
+"""Steps of auto before its first turn: it measures, plans, compares and changes over."""
 SLOWER, NEAR, MOST = 1.02, 1.05, 0.9
 """Targets: of auto to the best dense; to the fastest of all others, in this share of the cases."""
 
@@ -56,8 +58,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
     blocks, settle = (1, 3) if quick else (BLOCKS, SETTLE)
     for title in wanted:
         case = CASES[title]
-        words = ["--preset", case.preset, "--blocks", str(blocks), "--steps", str(STEPS)]
-        words += ["--plans-after", str(settle)]
+        words = ["--preset", case.preset, "--blocks", str(blocks), "--plans-after", str(settle)]
+        words += ["--steps", str(STEPS if quick else SHORT.get(case.preset, STEPS))]
         taken = turns.take(case.hosts, case.rate, METHODS, words)
         found = {method: _summary(ranks) for method, ranks in taken.items()}
         command_line.keep(cases, title, found, rows, missed, out)
