@@ -41,11 +41,12 @@ def gravac_search() -> str:
 
 def bucket_times() -> str:
     """Steps of lgreco-time and of lgreco."""
-    from benchmarks.network.bucket_times import CASES, rows, share
+    from benchmarks.network.bucket_times import CASES, clearly, rows
 
     figures = load("bucket_times")
     cases = figures["cases"]
-    each = "; ".join(f"{share(methods):.2f} ({title})" for title, methods in cases.items())
+    found = {title: clearly(methods) for title, methods in cases.items()}
+    each = "; ".join(f"{mean:.2f} ± {error:.2f} ({title})" for title, (mean, error) in found.items())
     return section(
         "L-GreCo by time",
         "Models whose backward pass hides the first buckets, on hosts with slow links, one rank each, "
@@ -54,7 +55,8 @@ def bucket_times() -> str:
         (
             "lgreco-time and lgreco",
             "Is a step faster where plans spare the buckets that training waits for?",
-            f"A step of `lgreco-time` takes so much of one of `lgreco`: {each}. "
+            f"A step of `lgreco-time` takes so much of one of `lgreco` (mean of the blocks, ± two "
+            f"standard errors): {each}. "
             f"{len(CASES)} cases are planned.",
             of_rows(rows(cases)),
         ),

@@ -27,6 +27,7 @@ from torch import nn
 
 import hvd_adaptive as hva
 from benchmarks.workers.presets import Batch, Preset, prepare
+from hvd_adaptive.comm.startup import NICENESS
 from launch.training import loop
 
 SETTLE = 3
@@ -134,11 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="further options of launch/train.py, in one word",
     )
     parser.add_argument("--bucket-cap-mb", type=float, help="of this package's optimizers")
+    parser.add_argument("--niceness", type=int, default=NICENESS, help="of init() (%(default)s)")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("methods", nargs="+")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    hva.init(hierarchical=True)
+    hva.init(niceness=options.niceness, hierarchical=True)
     preset = prepare(["--preset", options.preset, *shlex.split(options.training)])
     settle = {each: options.plans_after if plans(each) else SETTLE for each in options.methods}
     # a planner must not see a few batches that have been learned by heart

@@ -249,8 +249,15 @@ def random_prices(buckets: int, number: int, seed: int = 0) -> tuple[Float64s, f
     return _SPREAD**exponents, float(shares[number % 2])
 
 
+TOGETHER = 5
+"""Steps of one plan of which the one of median seconds counts."""
+
+
 class OnlineCosts:
     """Bucket costs during training: the weight of a step halves after ``half_life`` further ones.
+
+    Of every five steps the one of median seconds counts for all: a step now and then takes several
+    times as long as others, and least squares would follow it.
 
     Plans vary the buckets less than an experiment does. Where their variation does not separate two
     buckets, the cost is shared evenly: a weak pull towards one coefficient for all buckets.
@@ -258,31 +265,48 @@ class OnlineCosts:
     Args:
         half_life: in steps.
         ridge: strength of the pull, as a share of each bucket's sum of squared bytes.
+        together: steps that count as one.
 
     Example:
-        >>> costs = OnlineCosts()
+        >>> costs = OnlineCosts(together=1)
         >>> for nbytes, seconds in [((1, 0), 3), ((0, 1), 5), ((1, 1), 6), ((2, 1), 7)]:
         ...     costs.observe(np.array(nbytes), seconds)
         >>> costs.fit().coefficients.round(1).tolist()
         [1.0, 3.0]
     """
 
-    def __init__(self, half_life: float = 500.0, ridge: float = 1e-3) -> None:
-        self._keep = 0.5 ** (1 / half_life)
-        self._ridge = ridge
+    def __init__(self, half_life: float = 500.0, ridge: float = 1e-3, together: int = TOGETHER) -> None:
+        self._keep = 0.5 ** (together / half_life)
+        self._ridge, self._together = ridge, together
         self._moments = np.zeros((0, 0))
         """Sums of products of (1, bytes of each bucket, seconds)."""
+        self._waiting: list[list[float]] = []
+        """Bytes and seconds of steps that are too few to count yet."""
 
     def observe(self, nbytes: npt.ArrayLike, seconds: float) -> None:
         """Add a step: ``[B]`` bytes and its seconds. Other buckets than before start afresh."""
-        row = np.array([1.0, *np.asarray(nbytes, dtype=np.float64), seconds])
+        row = np.array([*np.asarray(nbytes, dtype=np.float64), seconds])
         _check_numbers(row)
+        if self._waiting and len(self._waiting[0]) != len(row):
+            self._waiting.clear()
+        self._waiting.append(row.tolist())
+        if len(self._waiting) == self._together:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let steps count that do not yet: steps of another plan do not count together with them."""
+        if not self._waiting:
+            return
+        steps = sorted(self._waiting, key=lambda row: row[-1])
+        self._waiting.clear()
+        row = np.array([1.0, *steps[(len(steps) - 1) // 2]])
         if self._moments.shape != (len(row), len(row)):
             self._moments = np.zeros((len(row), len(row)))
-        self._moments = self._keep * self._moments + np.outer(row, row)
+        weight = len(steps) / self._together
+        self._moments = self._keep * self._moments + weight * np.outer(row, row)
 
     def fit(self) -> BucketCosts | None:
-        """The costs now; None before the second step. Cost: O(B**4)."""
+        """The costs now; None before ``2 * together`` steps. Cost: O(B**4)."""
         if not len(self._moments) or self._moments[0, 0] <= 1.0:
             return None
         gram, moment = self._moments[:-1, :-1], self._moments[:-1, -1]
@@ -293,17 +317,18 @@ class OnlineCosts:
         squares, weight = self._moments[-1, -1], self._moments[0, 0]
         unexplained = squares - 2 * solution @ moment + solution @ gram @ solution
         variance = squares - self._moments[0, -1] ** 2 / weight
-        # weights below 1 would count for less than steps: so these errors are rather too large
+        # weights below 1 would count for less than they are: so these errors are rather too large
         return _costs(gram, solution, max(0.0, float(unexplained)), max(0.0, float(variance)), even)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""
-        return {"moments": self._moments.tolist()}
+        return {"moments": self._moments.tolist(), "waiting": self._waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         moments = np.array(state["moments"], dtype=np.float64)
         self._moments = moments.reshape(len(moments), len(moments))
+        self._waiting = [[float(each) for each in row] for row in state["waiting"]]
 
 
 # --- collectives ----------------------------------------------------------------------------------

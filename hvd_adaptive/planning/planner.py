@@ -210,6 +210,7 @@ class Planner:
             ValueError: facts that are missing or do not fit the layers.
         """
         self._last, self.facts = facts.step, facts
+        self._costs.settle()
         tries = self._trial < self._pricing.trials
         if tries and self._pricing.trial_plans == "levels":
             return self._random_levels(facts)

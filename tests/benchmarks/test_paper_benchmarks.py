@@ -102,7 +102,7 @@ def test_lgreco_time_must_not_be_slower_anywhere_and_faster_somewhere() -> None:
     slower, unlearned, nowhere, left = bucket_times.missed({first: turns(110, 100, 110, "bytes count")})
     assert slower == f"{first}: lgreco-time takes 1.10 of lgreco's step"
     assert unlearned == f"{first}: lgreco-time has learned no times of buckets"
-    assert nowhere == "lgreco-time is faster than lgreco in no case"
+    assert nowhere == "lgreco-time is faster than lgreco by two standard errors in no case"
     assert left == f"{len(others)} of {len(bucket_times.CASES)} cases were not measured"
 
 
@@ -169,7 +169,7 @@ def test_table_3_stands_beside_what_was_measured() -> None:
         (
             results_planners.bucket_times,
             {"cases": {"lstm 4 x 200mbit": turns(110, 100, 90, LEARNED)}},
-            "A step of `lgreco-time` takes so much of one of `lgreco`: 0.90 (lstm 4 x 200mbit).",
+            "two standard errors): 0.90 ± 0.00 (lstm 4 x 200mbit).",
         ),
         (
             results_planners.multi_level,

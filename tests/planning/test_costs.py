@@ -108,7 +108,7 @@ def test_standard_errors_are_those_of_least_squares() -> None:
     residual = seconds - rows @ np.linalg.lstsq(rows, seconds)[0]
     exact = math.sqrt(residual @ residual / 46) * inverse
     assert fit_bucket_costs(nbytes, seconds).errors == pytest.approx(exact)
-    online = OnlineCosts(half_life=math.inf, ridge=0.0)
+    online = OnlineCosts(half_life=math.inf, ridge=0.0, together=1)
     for row, value in zip(nbytes, seconds, strict=True):
         online.observe(row, float(value))
     found = online.fit()
@@ -163,7 +163,7 @@ def test_without_forgetting_and_pull_online_costs_are_the_batch_fit() -> None:
     rng = np.random.default_rng(2)
     nbytes = rng.uniform(1, 10, (60, 3))
     seconds = 1 + nbytes @ [1.0, 2.0, 0.0] + 0.1 * rng.standard_normal(60)
-    online = OnlineCosts(half_life=math.inf, ridge=0.0)
+    online = OnlineCosts(half_life=math.inf, ridge=0.0, together=1)
     for row, value in zip(nbytes, seconds, strict=True):
         online.observe(row, float(value))
     batch, found = fit_bucket_costs(nbytes, seconds), online.fit()
@@ -183,8 +183,26 @@ def test_online_costs_follow_a_change() -> None:
         assert found is not None
         np.testing.assert_allclose(found.coefficients, true, rtol=0.05)
     assert online.fit() is not None
-    online.observe(np.ones(3), 1.0)
+    for _ in range(5):
+        online.observe(np.ones(3), 1.0)
     assert online.fit() is None  # other buckets
+
+
+def test_single_slow_steps_do_not_count() -> None:
+    rng = np.random.default_rng(4)
+    online, by_single_steps = OnlineCosts(), OnlineCosts(together=1)
+    for plan in range(40):
+        row = rng.uniform(1, 10, 2)
+        online.settle()
+        for step in range(7):  # the last two of each plan are too few
+            slow = 50.0 if step == plan % 5 else 0.0
+            online.observe(row, 1 + float(row @ [1.0, 4.0]) + slow)
+            by_single_steps.observe(row, 1 + float(row @ [1.0, 4.0]) + slow)
+    found, single = online.fit(), by_single_steps.fit()
+    assert found is not None
+    assert single is not None
+    np.testing.assert_allclose(found.coefficients, [1.0, 4.0], rtol=0.02)
+    assert found.r2 > 0.999 > 2 * single.r2
 
 
 def test_what_never_varies_is_shared_out_evenly() -> None:
