@@ -26,9 +26,9 @@ A planner's steps count as those that it settles at. GraVAC's never settle: its 
 training run counts, between the steps of ``topk`` and of ``none``.
 Dense gradients learn as those of stock fp32, also in fp16, and have no training runs of their own. The
 target is what stock fp32 ends with, less half a point of accuracy or plus 1 % of perplexity, and it is
-the mean over the seeds that has to reach it. Kimad's training run does depend on the rate: it is run on
-the slow network, and its own clock counts. How many dense steps a method begins with was chosen from
-another seed (``--only seed=7 --out tune.json``).
+the mean over the seeds that has to reach it. Training runs of Kimad and of ``auto`` do depend on the
+rate: they are run on the slow network, and their own clock counts. How many dense steps a method begins
+with was chosen from another seed (``--only seed=7 --out tune.json``).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Method:
     @property
     def follows_rate(self) -> bool:
         """Whether what is sent depends on the network."""
-        return any("{seconds}" in option for option in self.options)
+        return tables.AUTO in self.options or any("{seconds}" in option for option in self.options)
 
 
 def _stock(compression: str, environment: Mapping[str, str] = lab.RING, **more: Any) -> Method:
@@ -154,6 +154,7 @@ METHODS = {
     SIGNS: _own(ONE_BIT, "--override", f"*bias*={ONE_BIT}", warmup=WARMUP, models=("lstm",)),
     "powersgd": _own("powersgd:rank=4", warmup=0.02),
     "qsgd": _own("qsgd:bits=4"),
+    tables.AUTO: _own(tables.AUTO, settle=120),
     "lgreco": _own(INT8, planner="lgreco:period=50"),
     "kimad": _own(INT8, planner="kimad:seconds={seconds}"),
     # 10x keeps too little of the MLP's gradient: from scratch it stays dense.
@@ -173,7 +174,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One measurement: ``steps`` have a rate, a training run (``course``) a seed, one of Kimad both."""
+    """One measurement: ``steps`` have a rate, a training run (``course``) a seed, or both."""
 
     kind: str
     model: str

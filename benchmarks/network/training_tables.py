@@ -19,6 +19,9 @@ Points = Mapping[str, Any]
 
 COMPUTE_ONLY, DENSE, FP16, TOPK = "alone", "stock-fp32", "stock-fp16", "topk"
 SIGNS = "topk-sign"  # one bit a value, biases, too: all that a step sends is one allgather
+AUTO = "auto"
+STATIC = (TOPK, SIGNS, "powersgd", "qsgd", DENSE, FP16, "none", "fp16")
+"""Methods that do the same in every step."""
 SAME = (FP16, "none", "fp16")
 """Dense gradients too, which learn as those of :data:`DENSE`: fp16 rounds far below their noise."""
 SEARCHING = ("gravac", "gravac+lgreco")
@@ -28,6 +31,9 @@ TARGET_RATE = "200mbit"
 
 ACCURACY_SLACK, PERPLEXITY_SLACK = 0.005, 1.01
 COMPUTE_ONLY_TARGET, SPEED_TARGET, TIME_TARGET = 1.3, 4.0, 1 / 3
+REGRET_TARGET, AUTO_TARGET = 1.1, 1 / 5
+"""Of ``auto``'s seconds to the target: to those of the best static method, and on models of which most
+of a step is communication to those of :data:`FP16`."""
 
 
 # --- derived figures ----------------------------------------------------------------------------------
@@ -350,6 +356,27 @@ def runs_rows(points: Points, model: str) -> Rows:
     return rows
 
 
+def auto_rows(points: Points, rate: str = TARGET_RATE) -> Rows:
+    """Seconds to the target of ``auto``, of stock fp16, and of the best static method in hindsight."""
+    rows: Rows = [[f"seconds to target, {rate}", AUTO, FP16, "of it", "best static", "", "of it"]]
+    for model in names(points, 1, "course"):
+        own = seconds_to_target(points, model, AUTO, rate)
+        fp16 = seconds_to_target(points, model, FP16, rate)
+        name, best = best_static(points, model, rate)
+        times = [_number(each, "{:,.0f}") for each in (own, fp16, best)]
+        of_fp16, of_best = (_number(own / each, "{:.2f}") for each in (fp16, best))
+        rows.append([model, times[0], times[1], of_fp16, name, times[2], of_best])
+    return rows
+
+
+def best_static(points: Points, model: str, rate: str) -> tuple[str, float]:
+    """The method of :data:`STATIC` that is first at the target, and its seconds; NaN if none is."""
+    found = {name: seconds_to_target(points, model, name, rate) for name in STATIC}
+    known = {name: each for name, each in found.items() if not math.isnan(each)}
+    name = min(known, key=lambda each: known[each], default="-")
+    return name, known.get(name, math.nan)
+
+
 def _measured_rates(points: Points, model: str) -> list[str]:
     """The rates at which steps of a model were measured."""
     places = {(each[1], each[-1]) for each in (key.split("/") for key in points) if each[0] == "steps"}
@@ -386,6 +413,28 @@ def missed(points: Points) -> list[str]:
         )
     for model in ("lstm", "mlp"):
         found += _missed_course(points, model)
+    for model in names(points, 1, "course"):
+        found += _missed_by_auto(points, model, model in ("lstm", "mlp"))
+    return found
+
+
+def _missed_by_auto(points: Points, model: str, heavy: bool) -> list[str]:
+    own = seconds_to_target(points, model, AUTO, TARGET_RATE)
+    if outcome(points, model, AUTO, TARGET_RATE) is None:
+        return [f"{model}, {TARGET_RATE}: {AUTO} was not trained"]
+    name, best = best_static(points, model, TARGET_RATE)
+    found = []
+    if not own <= REGRET_TARGET * best:
+        found.append(
+            f"{model}, {TARGET_RATE}: {AUTO} takes {own / best:.2f} x the time of {name} to the target "
+            f"score, target {REGRET_TARGET}"
+        )
+    fp16 = seconds_to_target(points, model, FP16, TARGET_RATE)
+    if heavy and not own <= AUTO_TARGET * fp16:
+        found.append(
+            f"{model}, {TARGET_RATE}: {AUTO} takes {own / fp16:.2f} x {FP16}'s time to the target "
+            f"score, target {AUTO_TARGET}"
+        )
     return found
 
 

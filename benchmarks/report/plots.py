@@ -33,7 +33,7 @@ SHADES = {
     FP16: "#7f7f7f", "powersgd": "#8172b3", "qsgd": "#55a868", TOPK: "#c44e52", tables.SIGNS: "#dd8452",
     "lgreco": "#1f77b4", "lgreco-time": "#17becf", "kimad": "#2ca02c", "kimad+": "#bcbd22",
     "gravac": "#9467bd", "gravac+lgreco": "#e377c2", "accordion": "#8c564b",
-    "accordion+lgreco": "#d62728", "cgx": "#ff7f0e",
+    "accordion+lgreco": "#d62728", "cgx": "#ff7f0e", tables.AUTO: "#000000",
 }  # fmt: skip
 LINES = {DENSE: "#4c72b0", FP16: "#55a868", TOPK: "#c44e52", "powersgd": "#8172b3"}
 

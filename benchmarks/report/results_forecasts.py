@@ -1,8 +1,33 @@
-"""The sections of RESULTS.md on what is foreseen: on simulated clusters, and of measured steps."""
+"""The parts of RESULTS.md on what is foreseen, and on what auto makes of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.report.results_markdown import load, missed, of_rows, section, source
+
+
+def auto_against_all(points: dict[str, Any]) -> tuple[str, str, str, list[list[object]]]:
+    """A part of the section on training: heading, question, answer and table."""
+    from benchmarks.network import training_tables as tables
+
+    rate, said = tables.TARGET_RATE, []
+    for model in tables.names(points, 1, "course"):
+        name, best = tables.best_static(points, model, rate)
+        own = tables.seconds_to_target(points, model, tables.AUTO, rate)
+        if tables.outcome(points, model, tables.AUTO, rate) is None:
+            said.append(f"{model} was not measured")
+        else:
+            said.append(
+                f"{model} {own / best:.2f} (`{name}`)" if own > 0 else f"{model} does not reach it"
+            )
+    return (
+        "auto and the best static method",
+        f"How much longer does `auto` take to the target than the best static choice at {rate}?",
+        f"So many times as long: {'; '.join(said)}. The static choice is made in hindsight, of all "
+        "methods that do the same in every step.",
+        tables.auto_rows(points, rate),
+    )
 
 
 def auto_grid() -> str:

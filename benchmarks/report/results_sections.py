@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.report import report
 from benchmarks.report.old_defaults import note, of_cells
-from benchmarks.report.results_forecasts import auto_grid, prediction
+from benchmarks.report.results_forecasts import auto_against_all, auto_grid, prediction
 from benchmarks.report.results_kernels import kernels, wire
 from benchmarks.report.results_markdown import (
     command,
@@ -439,8 +439,8 @@ def training() -> str:
         "step at that rate; dense steps at the start cost what those of `none` do. A "
         "planner's steps are counted as the settled ones are, but `gravac` varies, at times "
         "to dense gradients: its step is that of the run's mean payload, between those of `topk` "
-        "and of `none`. Kimad's seconds are its own clock's. `-`: not known. The machine has slow "
-        "phases of "
+        "and of `none`. Seconds of Kimad and `auto` are their own clock's. `-`: not known. The machine "
+        "has slow phases of "
         "seconds to hours, up to 1.5 times, and some grid points had more launches than others: small "
         "differences are within that. "
         f"Made by {command('training', figures)}.",
@@ -511,6 +511,8 @@ def _training_tables(points: dict[str, Any], where: str = "") -> list[tuple[str,
         question = f"Which methods reach the target with the {model}, and when?"
         rows = runs_rows(points, model)
         found.append((f"Training runs: {model}{where}", question, _runs_answer(points, model), rows))
+    if not where:
+        found.append(auto_against_all(points))
     return [(*texts, of_rows(rows)) for *texts, rows in found if len(rows) > 1]
 
 

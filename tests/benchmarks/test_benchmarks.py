@@ -172,8 +172,10 @@ def step(median: float, communicate: float | None = None) -> dict[str, Any]:
     return {"median": median, "samples_per_step": 8, "dense_bytes": 1000, "costs": costs}
 
 
-def run(scores: dict[int, float], warmup: int = 0, name: str = "accuracy") -> dict[str, Any]:
-    evaluations = [{"step": at, "seconds": 2.0 * at, name: score} for at, score in scores.items()]
+def run(
+    scores: dict[int, float], warmup: int = 0, name: str = "accuracy", seconds: float = 2.0
+) -> dict[str, Any]:
+    evaluations = [{"step": at, "seconds": seconds * at, name: score} for at, score in scores.items()]
     last = evaluations[-1]
     return {"steps": last["step"], "warmup": warmup, "evaluations": evaluations, "held_out": last}
 
@@ -310,7 +312,9 @@ def test_targets_that_are_met_are_not_named() -> None:
         for seed in range(3):
             for method in ("stock-fp32", "topk"):
                 points[f"course/{model}/{method}/{seed}"] = run({10: score}, name=name)
+            points[f"course/{model}/auto/200mbit/{seed}"] = run({10: score}, 0, name, 0.14)
     assert tables.missed(points) == []
+    assert tables.auto_rows(points)[1] == ["lstm", "1", "10", "0.14", "topk", "1", "1.08"]
     # of both forms of top-k the faster
     points["steps/lstm/topk/200mbit"], points["steps/lstm/topk-sign/200mbit"] = step(0.14), step(0.13)
     assert tables.missed(points) == []
@@ -318,6 +322,18 @@ def test_targets_that_are_met_are_not_named() -> None:
     for seed in range(3):
         points[f"course/mlp/qsgd/{seed}"] = run({10: 0.1})
     assert tables.missed(points) == []
+
+
+def test_auto_is_held_against_the_best_static_method_and_stock_fp16() -> None:
+    points = dict(POINTS)
+    assert "mlp, 200mbit: auto was not trained" in tables.missed(points)
+    assert tables.best_static(points, "mlp", "200mbit") == ("topk", pytest.approx(13.0))
+    points["course/mlp/auto/200mbit/0"] = run({10: 0.7, 20: 0.85}, seconds=1.0)
+    missed = "\n".join(tables.missed(points))
+    assert "auto takes 1.54 x the time of topk" in missed
+    assert "auto takes 0.67 x stock-fp16's time" in missed
+    points["course/mlp/auto/200mbit/0"] = run({10: 0.7, 20: 0.8}, seconds=0.1)  # never gets there
+    assert "auto takes nan x the time of topk" in "\n".join(tables.missed(points))
 
 
 # ---------------------------------------------------------------------------------------- priority
