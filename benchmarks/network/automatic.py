@@ -24,7 +24,7 @@ from launch.training.options import PRESETS
 
 AUTO = "auto"
 DENSE = ("stock none", "stock fp16")
-FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25 auto")
+FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25,values=int8 auto")
 METHODS = (*DENSE, *FIXED, AUTO)
 BLOCKS, STEPS = 3, 5
 SHORT = {"resnet-fashion": 25, "mlp-digits": 25}

@@ -37,8 +37,8 @@ METHODS = {
     "fp16 allgather": ("fp16", 0.0, None),
     "qsgd:bits=4 allgather": ("qsgd", 4.0, "allgather"),
     "qsgd:bits=4 two_shot": ("qsgd", 4.0, "two_shot"),
-    "topk:density=0.01 allgather": ("topk", 0.01, "allgather"),
-    "topk:density=0.01 two_shot": ("topk", 0.01, "two_shot"),
+    "topk:density=0.01,values=int8 allgather": ("topk:values=int8", 0.01, "allgather"),
+    "topk:density=0.01,values=int8 two_shot": ("topk:values=int8", 0.01, "two_shot"),
 }
 """By what a worker is told: compressor, level and scheme of the prediction."""
 BLOCKS, STEPS = 2, 6

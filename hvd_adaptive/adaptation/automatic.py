@@ -13,7 +13,7 @@ from hvd_adaptive.planning import Auto, Recipe
 __all__ = ["NAME", "Chosen", "expand"]
 
 NAME = "auto"
-OWN = "topk:density=0.01"
+OWN = "topk:density=0.01,values=int8"
 FAMILIES = ("qsgd:bits=4",)
 """What ``compression="auto"`` chooses from, besides dense: of each kind of loss the fastest family."""
 DENSE = ("fp16", "none")
@@ -64,7 +64,7 @@ def expand(
     Example:
         >>> found = expand("auto:accuracy=strict", None, (), "allgather", "allgather")
         >>> found.compression, found.candidates, found.scheme, found.start.name
-        ('topk:density=0.01', ('qsgd:bits=4', 'fp16', 'none'), 'auto', 'fp16')
+        ('topk:density=0.01,values=int8', ('qsgd:bits=4', 'fp16', 'none'), 'auto', 'fp16')
     """
     if isinstance(compression, str) and compression.partition(":")[0].strip() == NAME:
         if planner is not None:

@@ -36,6 +36,7 @@ class World:
     nonzero: float = 1.0
     numel: int = 500_000
     levels_of_topk: int = 30
+    topk: str = "topk"
     slowness: float = 1.0
     """By how much compressed steps take longer than any model foresees."""
     restless: float = 0.0
@@ -56,7 +57,7 @@ class World:
         self.step = 0
         self.since = 0
         self.densities = np.concatenate([[1.0, 1.0], densities, np.ones(len(BITS))])
-        self.specs = ("fp16", "none", *["topk"] * len(densities), *["qsgd"] * len(BITS))
+        self.specs = ("fp16", "none", *[self.topk] * len(densities), *["qsgd"] * len(BITS))
         sizes = np.concatenate([[2.0, 4.0], 3.2 * densities, BITS / 8]) * self.numel
         self.sizes = (sizes,) * self.layers
         self.energy = 1.0 + self.noisy
@@ -92,7 +93,7 @@ class World:
             numel=np.full(self.layers, self.numel),
             specs=(self.specs,) * self.layers,
             payloads=self.sizes,
-            unbiased=(np.array([spec != "topk" for spec in self.specs]),) * self.layers,
+            unbiased=(np.array([spec != self.topk for spec in self.specs]),) * self.layers,
             densities=(self.densities,) * self.layers,
         )
         buckets = (self.layers - 1 - np.arange(self.layers)) // 2
