@@ -41,6 +41,11 @@ def difference(points: dict[str, Any], model: str, method: str) -> str:
     return f"{-percent:+.2f} pp" if tables.metric(run) == "accuracy" else f"perplexity {percent:+.1f} %"
 
 
+def _step_and_score(points: dict[str, Any], model: str, method: str) -> str:
+    step, score = _step(points, model, method), difference(points, model, method)
+    return "-" if step == score == "-" else f"{step}, {score}"
+
+
 def pays() -> str:
     """Does it pay: one row per model at the rate of the targets."""
     points = _points()
@@ -53,9 +58,8 @@ def pays() -> str:
             [
                 f"{title}, {sent['dense_bytes'] / 1e6:.1f} MB",
                 *(_step(points, model, method) for method in (COMPUTE_ONLY, FP16)),
-                f"{_step(points, model, 'qsgd')}, {difference(points, model, 'qsgd')}",
-                f"`{SPECS.get(winner, winner)}`: {_step(points, model, winner)}, "
-                f"{difference(points, model, winner)}",
+                *(_step_and_score(points, model, method) for method in ("qsgd", tables.AUTO)),
+                f"`{SPECS.get(winner, winner)}`: {_step_and_score(points, model, winner)}",
             ]
         )
     heading = [
@@ -63,6 +67,7 @@ def pays() -> str:
         "compute-only",
         "stock fp16",
         f"`{SPECS['qsgd']}`: step, score",
+        "`auto`: step, score",
         "first to reach the target score",
     ]
     return table(heading, rows)
