@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from hvd_adaptive.comm import horovod_channel, launcher, node_groups
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel
+from hvd_adaptive.comm.horovod_exit import leave_together
 from hvd_adaptive.comm.horovod_transport import HorovodTransport, joins_named, leftovers_dropped
 from hvd_adaptive.comm.request import Group
 from hvd_adaptive.comm.topology import Topology
@@ -119,6 +120,8 @@ class HorovodWorld(World):
         obstacle: str = "",
     ) -> HorovodTransport:
         """Over Horovod's operations."""
+        if groups:
+            leave_together()
         return HorovodTransport(op, process_set, gradient_predivide_factor, topology, groups, obstacle)
 
     def open_channel(self, name: str, control: Control, process_set: ProcessSet) -> Channel:

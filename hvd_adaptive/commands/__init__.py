@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final
+from typing import Final, NoReturn
 
 import hvd_adaptive
 
@@ -78,13 +78,21 @@ def parse_command(
         words: its arguments; None takes those of this process.
     """
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    parser = argparse.ArgumentParser(
+    parser = _CommandParser(
         prog=f"hva {name}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     module.add_arguments(parser)
     return module, parser.parse_args(words)
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Says where to read what can be written."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}; '{self.prog} --help' shows all options and an example\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -72,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build, and install unless only a wheel is wanted."""
+    if options.sdist is not None and not options.sdist.is_file():
+        said = f"there is no file {options.sdist}; write the path of horovod-{VERSION}.tar.gz, or leave"
+        print(f"hva install-horovod: {said} --sdist out to download it", file=sys.stderr)
+        return 2
     try:
         check_environment(shutil.which, os.environ)
         with tempfile.TemporaryDirectory() as folder:
@@ -249,6 +253,9 @@ def build_environment(before: Mapping[str, str]) -> dict[str, str]:
     for name in ("MPI", "GLOO"):
         if f"HOROVOD_WITHOUT_{name}" not in before:
             always[f"HOROVOD_WITH_{name}"] = "1"
+    toolkit = cuda_home(before)
+    if toolkit is not None:
+        always |= {"HOROVOD_CUDA_HOME": toolkit, "CUDA_HOME": toolkit}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     unless_set = {
         # CMake 4 refuses the bundled gloo, which asks for the behavior of 2.8
@@ -257,6 +264,25 @@ def build_environment(before: Mapping[str, str]) -> dict[str, str]:
         "MAKEFLAGS": f"-j{cores}",
     }
     return {**unless_set, **before, **always}
+
+
+def cuda_home(environment: Mapping[str, str], usual: str = "/usr/local/cuda") -> str | None:
+    """The CUDA toolkit to build with; None where Horovod finds the right one, or none is there.
+
+    Horovod takes the nvcc on PATH and seeks the toolkit around it. Where that nvcc is a script that
+    starts another one, there is no toolkit around it, and the build fails after minutes.
+
+    Args:
+        environment: variables of the build; HOROVOD_CUDA_HOME is the user's own answer.
+        usual: where a toolkit is by default.
+    """
+    found = shutil.which("nvcc", path=environment.get("PATH"))
+    if found is None or "HOROVOD_CUDA_HOME" in environment:
+        return None
+    if (Path(found).resolve().parents[1] / "include" / "cuda_runtime.h").exists():
+        return None
+    places = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), usual]
+    return next((each for each in places if each and Path(each, "bin", "nvcc").exists()), None)
 
 
 def install(wheel: Path) -> None:

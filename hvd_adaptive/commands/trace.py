@@ -34,6 +34,10 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out; returns the exit status."""
     try:
         events = write(args.out, args.files)
+    except FileNotFoundError as error:
+        said = f"there is no {error.filename}: write 'hva trace OUT FILE ...'"
+        print(f"hva trace: {said}", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as error:
         print(f"hva trace: {error}", file=sys.stderr)
         return 1

@@ -49,6 +49,27 @@ def test_an_unknown_command_is_refused_with_the_known_ones() -> None:
     assert "there is no command 'docter': write one of run, predict, doctor," in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--compresion", "topk", "--", "x.py"], "arguments: --compresion; 'hva run --help' sh"),
+        (["doctor", "--slow-link", "fast"], "'fast'; 'hva doctor --help' shows all options and an ex"),
+        (["trace", "out.json", "nothing.json"], "there is no nothing.json: write 'hva trace OUT FILE"),
+        (["report", "nothing"], "there is no nothing/telemetry.jsonl; write the folder of a run"),
+        (["install-horovod", "--sdist", "nothing"], "no file nothing; write the path of horovod-0"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_and_what_to_write(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = run_command(words[0], words[1:])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
 def test_starting_the_command_does_not_import_torch() -> None:
     """In each of 16 ranks that would take seconds, before the script imports it again."""
     program = (

@@ -115,6 +115,21 @@ def test_what_the_user_set_is_left_alone() -> None:
     assert made["HOROVOD_WITH_MPI"] == made["HOROVOD_WITH_GLOO"] == made["HOROVOD_WITH_PYTORCH"] == "1"
 
 
+def test_a_cuda_compiler_that_is_only_a_script_is_built_with_its_toolkit(tmp_path: Path) -> None:
+    toolkit, scripts = tmp_path / "cuda", tmp_path / "bin"
+    for file in (toolkit / "bin" / "nvcc", toolkit / "include" / "cuda_runtime.h", scripts / "nvcc"):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+
+    def home(path: Path, **variables: str) -> str | None:
+        return install_horovod.cuda_home({"PATH": str(path), **variables}, str(toolkit))
+
+    assert home(scripts) == str(toolkit)
+    assert home(toolkit / "bin") is home(tmp_path) is home(scripts, HOROVOD_CUDA_HOME="/x") is None
+    made = install_horovod.build_environment({"PATH": str(scripts), "CUDA_HOME": str(toolkit)})
+    assert made["HOROVOD_CUDA_HOME"] == made["CUDA_HOME"] == str(toolkit)
+
+
 def test_an_empty_path_ends_with_status_1_and_a_remedy(tmp_path: Path) -> None:
     done = hva("install-horovod", "--wheel-into", str(tmp_path), PATH=str(tmp_path))
     assert done.returncode == 1

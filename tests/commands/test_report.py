@@ -219,22 +219,22 @@ def test_a_scale_has_a_few_round_ticks_within_it(low: float, high: float, logari
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "status", "message"),
     [
-        (None, "nothing recorded"),
-        ("{}\n", "line 1 is no record"),
-        ('{"step": 1}\n[]\n', "line 2 is no record"),
-        ("", "holds nothing that could be shown yet"),
+        (None, 2, "nothing recorded: there is no"),
+        ("{}\n", 1, "line 1 is no record"),
+        ('{"step": 1}\n[]\n', 1, "line 2 is no record"),
+        ("", 1, "holds nothing that could be shown yet"),
     ],
 )
 def test_what_cannot_be_reported_is_said(
-    tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: str | None, status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
         (tmp_path / "telemetry.jsonl").write_text(content)
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)
-    assert report.run(parser.parse_args([str(tmp_path)])) == 1
+    assert report.run(parser.parse_args([str(tmp_path)])) == status
     assert message in capsys.readouterr().err
 
 

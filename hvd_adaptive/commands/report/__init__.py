@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         page = write(args.runs, args.out)
     except FileNotFoundError as error:
-        hint = "was it run with telemetry= (--logdir), and with jsonl=True?"
-        print(f"hva report: nothing recorded: {error}; {hint}", file=sys.stderr)
-        return 1
+        hint = "write the folder of a run that had telemetry= (--logdir), with jsonl=True"
+        print(f"hva report: nothing recorded: there is no {error.filename}; {hint}", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as error:
         print(f"hva report: {error}", file=sys.stderr)
         return 1
