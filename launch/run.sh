@@ -86,9 +86,10 @@ parse_arguments() {
     ranks='' hosts='' netlab='' netlab_trace='' dry_run='' arguments=()
     while (($#)); do
         case $1 in
-            -np | -H)
+            # --np is mpirun's name of it, --num-proc horovodrun's.
+            -np | --np | --num-proc | -H)
                 (($# > 1)) || die "$1 needs a value" "For example: $program -np 4"
-                if [[ $1 == -np ]]; then set_ranks "$2"; else set_hosts "$2"; fi
+                if [[ $1 == -H ]]; then set_hosts "$2"; else set_ranks "$2"; fi
                 shift
                 ;;
             --netlab | --netlab-trace)
@@ -273,7 +274,7 @@ show_what_is_next() {
     say
     say "where to look next:"
     say "  sudo -E launch/run.sh --netlab 4,200mbit   the same over slow links, where compression pays"
-    say "  launch/run.sh --logdir runs/first          and then: hva report runs/first"
+    say "  launch/run.sh --logdir runs/first          and then: $hva report runs/first"
     say "  docs/auto.md                               how it decides, and within which limits"
     say "  README.md                                  the lines that your own script needs"
 }
@@ -313,7 +314,8 @@ main() {
     fi
     command+=(python "$folder/train.py" ${arguments[@]+"${arguments[@]}"})
 
-    local shown=
+    local shown='' hva=hva
+    if [[ $(command -v hva) != "$env_dir/bin/hva" ]]; then hva=$env_dir/bin/hva; fi
     if [[ $(command -v python) != "$python" || $(command -v horovodrun) != "$env_dir/bin/horovodrun" ]]; then
         shown="PATH=$(printf '%q' "$env_dir/bin"):\$PATH "
         export PATH=$env_dir/bin:$PATH

@@ -353,6 +353,7 @@ class TestRun:
         )  # fmt: skip
         assert done.returncode == status, done.stderr
         assert ("where to look next:" in done.stdout) == shown
+        assert (f"then: {tmp_path}/.venv/bin/hva report" in done.stdout) == shown
 
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path) -> None:
         for name in ("horovodrun", "python"):
@@ -384,6 +385,10 @@ class TestRun:
         assert "OMPI_MCA_mpi_yield_when_idle=1" in command
         assert "OMP_NUM_THREADS=1 " in command
         assert "HOROVOD_CYCLE_TIME" not in command
+
+    @pytest.mark.parametrize("option", ["--np", "--num-proc"])
+    def test_launchers_names_of_the_number_of_ranks_are_known(self, option: str) -> None:
+        assert " -np 3 " in dry_run(option, "3")
 
     def test_one_rank_on_a_larger_machine_gets_all_its_cores(self) -> None:
         cores = len(os.sched_getaffinity(0))
