@@ -430,7 +430,8 @@ class _Methods:
         Optional, and without effect for other planners. The loss of rank 0 of the process set counts.
         A rise that dense steps do not show makes ``auto`` compress less; see ``docs/auto.md``.
         """
-        self._reducer.report_loss(float(loss))
+        # detached: torch warns of a number that is made of a tensor with a graph
+        self._reducer.report_loss(float(loss.detach() if isinstance(loss, Tensor) else loss))
 
     def set_horizon(self, steps: int | Any, steps_per_update: int = 1) -> None:
         """Let ``auto`` know how long the training run is: what waits is sent before its end.

@@ -63,7 +63,7 @@ class LinkCosts:
 
     Example:
         >>> print(LinkCosts.of_gigabit())
-        allgather 0.2 ms + 1e+03 Mbit/s, alltoall 0.2 ms + 1e+03 Mbit/s
+        allgather 0.2 ms + 1,000 Mbit/s, alltoall 0.2 ms + 1,000 Mbit/s
     """
 
     allgather: float
@@ -138,9 +138,14 @@ class LinkCosts:
     def __str__(self) -> str:
         rates = [8e-6 / each for each in (self.allgather_byte, self.alltoall_byte)]
         return (
-            f"allgather {1e3 * self.allgather:.2g} ms + {rates[0]:.3g} Mbit/s, "
-            f"alltoall {1e3 * self.alltoall:.2g} ms + {rates[1]:.3g} Mbit/s"
+            f"allgather {_shown(1e3 * self.allgather, 2)} ms + {_shown(rates[0], 3)} Mbit/s, "
+            f"alltoall {_shown(1e3 * self.alltoall, 2)} ms + {_shown(rates[1], 3)} Mbit/s"
         )
+
+
+def _shown(value: float, digits: int) -> str:
+    """Without a power of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.{digits}g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_adaptive.commands.diagnosis import checks, text
-from hvd_adaptive.commands.diagnosis.facts import Facts, Link, RankFacts
+from hvd_adaptive.commands.diagnosis.facts import Facts, Link, RankFacts, collect
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT
 
 VERSIONS = {
@@ -90,7 +90,7 @@ PLANTED: dict[str, tuple[Callable[[], Facts], str, str, str]] = {
     ),
     "yield": (
         lambda: facts(cores=1, torch_threads=1),
-        "slow", "2 ranks share 1 cores of red", "export OMPI_MCA_mpi_yield_when_idle=1",
+        "slow", "2 ranks share 1 core of red", "export OMPI_MCA_mpi_yield_when_idle=1",
     ),
     "threads": (
         lambda: facts(torch_threads=4),
@@ -201,6 +201,23 @@ def test_what_mpirun_sets_itself_is_as_good_as_yielding() -> None:
     assert checks.examine(facts(**said)) == {}
     forbidden = variables(OMPI_MCA_mpi_oversubscribe="1", OMPI_MCA_mpi_yield_when_idle="0")
     assert list(checks.examine(facts(**crowded, variables=forbidden))) == ["yield"]
+
+
+def test_ranks_that_mpirun_binds_to_a_core_each_do_not_share_one() -> None:
+    def bound(*cores: int) -> Facts:
+        one_core = {"cores": 1, "torch_threads": 1}
+        ranks = (rank(each, **one_core, bound_to=(core,)) for each, core in enumerate(cores))
+        return Facts(tuple(ranks))
+
+    assert "yield" in checks.examine(bound(0, 0))
+    assert "yield" not in checks.examine(bound(0, 1))
+    assert "2 cores (1 per rank)" in text.as_text(bound(0, 1), {})
+
+
+def test_torchs_version_is_compared_with_its_build_as_horovod_writes_it() -> None:
+    import torch
+
+    assert collect().versions["torch"] == torch.__version__
 
 
 # ------------------------------------------------------------------------------- as a user calls it

@@ -116,6 +116,18 @@ def test_the_script_starts_as_without_the_command(tmp_path: Path) -> None:
     assert done.stderr == "hva run: replaced nothing: the script did not import horovod.torch\n"
 
 
+def test_a_script_that_wants_horovod_where_there_is_none_hears_how_to_get_it(tmp_path: Path) -> None:
+    script, hidden = tmp_path / "script.py", tmp_path / "hidden"
+    script.write_text("import horovod.torch\n")
+    hidden.mkdir()
+    hide = "import sys\nsys.path = [p for p in sys.path if 'site-packages' not in p]\n"
+    (hidden / "sitecustomize.py").write_text(hide)
+    path = os.pathsep.join([str(ROOT), str(hidden)])
+    done = hva("run", "--", "python", str(script), PYTHONPATH=path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("has no Horovod: 'hva install-horovod' builds it\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("loaded", "why"),
     [

@@ -34,6 +34,7 @@ class Substitutes(MetaPathFinder, Loader):
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._loader: Loader | None = None
+        self._asked_for_horovod = False
         self.replaced: list[str] = []
         """What was said of the calls that were replaced; filled in by what replaces them."""
 
@@ -41,6 +42,7 @@ class Substitutes(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As Python calls it for every import."""
+        self._asked_for_horovod |= name == "horovod"
         if name != TARGET or self._loader is not None:
             return None
         sys.meta_path.remove(self)
@@ -74,6 +76,8 @@ class Substitutes(MetaPathFinder, Loader):
             why = "the script calls hvd_adaptive.DistributedOptimizer itself; its own arguments count"
         elif TARGET in sys.modules:
             why = "the script imported horovod.torch and did not call hvd.DistributedOptimizer"
+        elif self._asked_for_horovod and find_spec("horovod") is None:
+            why = f"{sys.executable} has no Horovod: 'hva install-horovod' builds it"
         else:
             why = "the script did not import horovod.torch"
         say(f"replaced nothing: {why}", program)

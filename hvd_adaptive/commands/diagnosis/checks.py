@@ -56,7 +56,9 @@ def horovod(facts: Facts) -> Finding | None:
     number, rank = bad
     if rank.versions.get("horovod") == "none":
         return Finding(
-            "failure", f"rank {number} has no Horovod", f"{SETUP}; pip alone cannot build it"
+            "failure",
+            f"rank {number} has no Horovod",
+            f"{SETUP}; pip alone cannot build it. Under torchrun none is needed",
         )
     return Finding("failure", f"Horovod of rank {number} does not start: {rank.horovod_error}", SETUP)
 
@@ -170,12 +172,14 @@ def yields(facts: Facts) -> Finding | None:
     """Ranks that wait give their cores away where there are fewer cores than ranks."""
     for rank in facts.ranks:
         local = facts.local_ranks(rank)
-        if local <= rank.cores or rank.launcher == "horovodrun --gloo":
+        cores = facts.cores(rank)
+        shared = "1 core" if cores == 1 else f"{cores} cores"
+        if local <= cores or rank.launcher == "horovodrun --gloo":
             continue
         if rank.variables.get(YIELD, rank.variables.get("OMPI_MCA_mpi_oversubscribe", "0")) == "0":
             return Finding(
                 "slow",
-                f"{local} ranks share {rank.cores} cores of {rank.host}, and a rank that waits keeps "
+                f"{local} ranks share {shared} of {rank.host}, and a rank that waits keeps "
                 "its core: operations take up to 300 times as long",
                 f"export {YIELD}=1, or start Horovod with hvd_adaptive.init(), which sets it",
             )
@@ -186,11 +190,11 @@ def threads(facts: Facts) -> Finding | None:
     """Threads of all ranks have cores."""
     for rank in facts.ranks:
         local = facts.local_ranks(rank)
-        wanted = max(1, rank.cores // local)
+        wanted = max(1, facts.cores(rank) // local)
         if rank.torch_threads > wanted:
             return Finding(
                 "slow",
-                f"{local} ranks of {rank.torch_threads} threads share {rank.cores} cores",
+                f"{local} ranks of {rank.torch_threads} threads share {facts.cores(rank)} cores",
                 f"export OMP_NUM_THREADS={wanted} NUMBA_NUM_THREADS={wanted}",
             )
     return None
@@ -209,7 +213,7 @@ def cycle_time(facts: Facts) -> Finding | None:
     if cycle > LONGEST_CYCLE:
         what = f"{CYCLE}={text}: every operation waits for up to {cycle:g} ms"
         return Finding("slow", what, f"export {CYCLE}=1, or unset it")
-    if cycle < SHORTEST_CYCLE and facts.local_ranks(rank) >= rank.cores:
+    if cycle < SHORTEST_CYCLE and facts.local_ranks(rank) >= facts.cores(rank):
         what = f"{CYCLE}={text}: Horovod's threads poll all the time, on cores that training needs"
         return Finding("slow", what, f"export {CYCLE}=1, or unset it")
     return None
@@ -390,4 +394,4 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _shown(link: Link) -> str:
     rate = f"{link.rate / 1e6:,.0f} Mbit/s"
-    return f"{link.hosts[0]} and {link.hosts[1]} are {rate} and {1e3 * link.latency:.2g} ms apart"
+    return f"{link.hosts[0]} and {link.hosts[1]} are {rate} and {1e3 * link.latency:.3g} ms apart"

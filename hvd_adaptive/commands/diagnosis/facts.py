@@ -55,7 +55,8 @@ class RankFacts:
         mpirun: version of the ``mpirun`` on PATH; empty where there is none.
         cuda: CUDA version that torch was built with; empty for none.
         gpus: number of GPUs that torch can use.
-        cores: cores that the process may use.
+        cores: number of cores that the process may use.
+        bound_to: which ones these are; empty where the system does not tell.
         torch_threads: threads of torch's operations.
         numba_threads: threads of Numba's parallel loops.
         nice: the process's nice value.
@@ -87,6 +88,7 @@ class RankFacts:
     cuda: str = ""
     gpus: int = 0
     cores: int = 1
+    bound_to: tuple[int, ...] = ()
     torch_threads: int = 1
     numba_threads: int = 1
     nice: int = 0
@@ -104,7 +106,8 @@ class RankFacts:
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> RankFacts:
         """From :meth:`as_message`, through JSON."""
-        return cls(**{**message, "mpi_files": tuple(message["mpi_files"])})
+        lists = {name: tuple(message[name]) for name in ("mpi_files", "bound_to")}
+        return cls(**{**message, **lists})
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,11 @@ class Facts:
         """Which ranks share a host."""
         return Topology(tuple(each.host for each in self.ranks))
 
+    def cores(self, rank: RankFacts) -> int:
+        """Cores of a rank's host: mpirun binds each of few ranks to one of its own."""
+        bound = {core for each in self.ranks if each.host == rank.host for core in each.bound_to}
+        return max(rank.cores, len(bound))
+
     def local_ranks(self, rank: RankFacts) -> int:
         """Ranks on a rank's host: as the launcher says, or as they were counted."""
         return max(rank.local_size, self.topology.names.count(rank.host))
@@ -166,19 +174,19 @@ def collect() -> RankFacts:
         launched_rank=launch.rank,
         launched_size=launch.size,
         local_size=launch.local_size or 0,
-        versions=_versions(),
         sources=_tried(_hash_of_sources, ""),
         distutils=importlib.util.find_spec("distutils") is not None,
         horovod_torch=_horovod_torch(),
         mpirun=_mpirun(),
         cores=launcher.cores(),
+        bound_to=_tried(lambda: tuple(sorted(os.sched_getaffinity(0))), ()),
         nice=os.nice(0),
         memcpy=_memcpy(),
         kernels=folder,
         precompiled=precompiled,
         shared_memory=_tried(lambda: shutil.disk_usage("/dev/shm").free, -1),
         variables=variables,
-        **_torch(),
+        **_of_torch(),
     )
 
 
@@ -223,11 +231,13 @@ def mpi_files() -> tuple[str, ...]:
     return tuple(sorted(path for path in paths if re.search(r"/libmpi(ch)?\.so[.\d]*$", path)))
 
 
-def _versions() -> dict[str, str]:
+def _versions(torch: str) -> dict[str, str]:
     def version(name: str) -> str:
         return str(_tried(lambda: importlib.metadata.version(name), "none"))
 
     found = {name: version(name) for name in PACKAGES}
+    if found["torch"] == torch.partition("+")[0]:
+        found["torch"] = torch  # what PyPI calls 2.13.0 is 2.13.0+cu130, and Horovod writes that
     return {
         "hvd_adaptive": hvd_adaptive.__version__,
         "python": platform.python_version(),
@@ -248,13 +258,14 @@ def _horovod_torch() -> str:
     return str(_tried(read, ""))
 
 
-def _torch() -> dict[str, Any]:
+def _of_torch() -> dict[str, Any]:
     import torch
 
     gc.collect()
     started = time.perf_counter()
     gc.collect()
     return {
+        "versions": _versions(torch.__version__),
         "collection": time.perf_counter() - started,
         "cuda": torch.version.cuda or "",
         "gpus": torch.cuda.device_count(),
@@ -306,7 +317,7 @@ def _tried(read: Callable[[], Any], otherwise: Any) -> Any:
     """What is no fault of its own where it cannot be read: a check says what is missing."""
     try:
         return read()
-    except (AssertionError, ImportError, KeyError, OSError, ValueError):
+    except (AssertionError, AttributeError, ImportError, KeyError, OSError, ValueError):
         return otherwise
 
 

@@ -42,9 +42,9 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         "torch",
         f"{versions['torch']}, {_many(rank.torch_threads, 'thread')}, CUDA {rank.cuda or 'none'}{gpus}",
     )
-    built = ", ".join(name for name, there in rank.builds.items() if there) or "nothing"
+    built = ", ".join(name for name, there in rank.builds.items() if there)
     made = f", built with torch {rank.horovod_torch}" if rank.horovod_torch else ""
-    yield "horovod", f"{versions['horovod']} with {built}{made}"
+    yield "horovod", f"{versions['horovod']}{' with ' * bool(built)}{built}{made}"
     yield "mpirun", rank.mpirun or "none"
     yield "mpi4py", f"{versions['mpi4py']} on {rank.mpi or 'no MPI'}"
     yield (
@@ -61,7 +61,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "operations", facts.operations
     for link in facts.links:
         between = f"{link.hosts[0]} - {link.hosts[1]}"
-        yield "link", f"{between}: {1e3 * link.latency:.2g} ms, {link.rate / 1e6:,.0f} Mbit/s"
+        yield "link", f"{between}: {1e3 * link.latency:.3g} ms, {link.rate / 1e6:,.0f} Mbit/s"
     for name, text in sorted(rank.variables.items()):
         yield "set", f"{name}={text}"
 
@@ -69,7 +69,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
 def _host(facts: Facts, name: str) -> str:
     numbers = [number for number, rank in enumerate(facts.ranks) if rank.host == name]
     ranks: list[RankFacts] = [facts.ranks[number] for number in numbers]
-    cores = ranks[0].cores
+    cores = facts.cores(ranks[0])
     local = facts.local_ranks(ranks[0])
     speed = min(rank.memcpy for rank in ranks) / 1e9
     which = f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"
