@@ -77,7 +77,7 @@ QUANTIZE_TARGETS = {
     "amq": {"compress": 8.0, "decompress": 4.0},
 }
 """Most memcpys of the tensor that a quantizer may take."""
-OWNERS = ("qsgd:bits=4", "alq:bits=3", "topk:density=0.01")
+OWNERS = ("qsgd:bits=4", "alq:bits=3", "topk:density=0.01", "topk:density=0.001")
 """What is summed and compressed again by the owner of a shard."""
 OWNER_RANKS = (4, 16)
 COPIES_TARGET = 8.0

@@ -728,16 +728,25 @@ class GatheredCompressor(Compressor):
         totals = [sums[start:end] for start, end in edges]
         self.decompress_layers_sum_(bodies, totals, 1.0)
         body, stats = self.compress_layers_(replace(batch, grads=totals if keeps else None))
+        return Reduced(body, stats.nonfinite, self._undoing(body, batch, lambda: totals))
+
+    @final
+    def _undoing(
+        self, body: Tensor, batch: LayerBatch, totals: Callable[[], Sequence[Tensor]]
+    ) -> Callable[[Sequence[int]], None]:
+        """What gives layers of a batch back what they kept, before ``totals`` were added."""
 
         def undo(layers: Sequence[int]) -> None:
-            own = [torch.zeros_like(total) for total in totals]
-            self.decompress_layers_add_(body[batch.reserve :], own, 1.0)
+            edges, sums = np.asarray(batch.offsets).tolist(), totals()
+            own = [torch.zeros_like(total) for total in sums]
+            marks = self.decompress_layers_add_(body[batch.reserve :], own, 1.0)
             for layer in layers:
-                start, end = edges[layer]
-                back = batch.x[start:end].add_(own[layer]).sub_(totals[layer])
-                back[back.abs() <= CANCELLED * totals[layer].abs()] = 0.0
+                if marks[layer]:
+                    own[layer].zero_()  # a mark that stands for several layers: nothing was sent
+                back = batch.x[edges[layer] : edges[layer + 1]].add_(own[layer]).sub_(sums[layer])
+                back[back.abs() <= CANCELLED * sums[layer].abs()] = 0.0
 
-        return Reduced(body, stats.nonfinite, undo)
+        return undo
 
     @final
     def compress_(

@@ -15,6 +15,7 @@ from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hvd_adaptive import kernels
@@ -28,6 +29,7 @@ from hvd_adaptive.compressors.base import (
     Level,
     MultiLevel,
     Payload,
+    Reduced,
     Shape,
     check_density_bounds,
     check_input,
@@ -155,6 +157,34 @@ class SparseCompressor(GatheredCompressor, MultiLevel):
         kernel = kernels.for_device(bodies[0].device).sparse
         marks = kernel.decompress_sum_(bodies, outs, scale, self.format, self.whole_model)
         return marks.astype(np.bool_)
+
+    @final
+    def reduce_layers_(self, bodies: Sequence[Tensor], batch: LayerBatch, keeps: bool) -> Reduced:
+        """Sum and select tile by tile, where a backend does so: the sums are never written to memory.
+
+        To take back what was kept, the bodies are summed again.
+        """
+        counts, thresholds = self._selection(batch.offsets, batch.levels)
+        body, marks = kernels.for_device(batch.x.device).sparse.reduce_(
+            bodies,
+            batch.x,
+            batch.offsets,
+            counts,
+            self.format,
+            keeps,
+            batch.reserve,
+            self.rule,
+            thresholds,
+            self.whole_model,
+        )
+
+        def totals() -> Sequence[Tensor]:
+            sums, edges = torch.empty_like(batch.x), np.asarray(batch.offsets).tolist()
+            views = [sums[start:end] for start, end in itertools.pairwise(edges)]
+            self.decompress_layers_sum_(bodies, views, 1.0)
+            return views
+
+        return Reduced(body, marks != 0, self._undoing(body, batch, totals))
 
     @final
     def clear_layers_(self, body: Tensor, outs: Sequence[Tensor]) -> None:

@@ -246,6 +246,47 @@ class SparseKernels(Protocol):
             ValueError: the arguments do not fit together.
         """
 
+    def reduce_(
+        self,
+        bodies: Sequence[Tensor],
+        x: Tensor,
+        offsets: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        values: ValueFormat,
+        keeps: bool = True,
+        reserve: int = 0,
+        rule: SelectionRule = SelectionRule.topk,
+        thresholds: npt.NDArray[np.float32] | None = None,
+        whole: bool = False,
+    ) -> tuple[Tensor, npt.NDArray[np.uint8]]:
+        """Sum what several bodies hold of each layer, add ``x``, and compress the sum.
+
+        It is :meth:`decompress_sum_` with a scale of 1 and :meth:`compress_` of ``x`` with the sums as
+        its gradients, bit for bit. Biased.
+
+        Args:
+            bodies: one per rank, of at least one, on the device of ``x``.
+            x: as for :meth:`compress_`, like all that is not named here.
+            offsets: of the layers.
+            counts: of the layers.
+            values: of the bodies' values, and of the result's.
+            keeps: whether there is an ``x``: it is added to the sums, and left with the remainder.
+                Otherwise it is only room, and what it holds before and after means nothing.
+            reserve: bytes to leave free in front.
+            rule: how many to send.
+            thresholds: of the layers.
+            whole: each body, and the result, is one layer over all layers.
+
+        Returns:
+            ``(data, marks)``: as from :meth:`compress_`; and ``uint8[L]``: 1 where a layer was not
+            finite.
+
+        Raises:
+            WireError: a body is damaged or does not belong to these layers; ``x`` is as it was if
+                ``keeps``.
+            ValueError: the arguments do not fit together.
+        """
+
     def position_bits(self, x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bits that the positions of the largest elements take on the wire, exactly, for many counts.
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.checks import check_numel
 from hvd_adaptive.kernels.cpu import sparse as cpu
-from hvd_adaptive.kernels.cpu.candidates import floor_dgc, take_candidates
+from hvd_adaptive.kernels.cpu.candidates import count_sample, floor_dgc, take_candidates
 from hvd_adaptive.kernels.cpu.memory import thread_buffers
 from hvd_adaptive.kernels.floats import BINS
 from hvd_adaptive.kernels.reference import sparse as reference
@@ -133,7 +133,7 @@ def test_the_floor_of_dgc_is_that_of_the_reference(kind: str, numel: int) -> Non
     sampled = counts_from_above(sample)
     for k in (1, 100, numel // 1000, numel // 100, numel // 3):
         hist = np.zeros(BINS, np.int32)
-        floor = floor_dgc(x.data_ptr(), 0, numel, k, hist)
+        floor = floor_dgc(count_sample(x.data_ptr(), 0, numel, hist), numel, k, hist)
         assert floor == dgc_floor(sampled, numel, k)
         assert not hist.any()
 

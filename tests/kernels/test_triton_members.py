@@ -134,7 +134,10 @@ def test_so_has_one_with_a_layer_that_is_not_finite(spec: str, monkeypatch: pyte
     assert_same(spec, SIZES, KINDS, True, monkeypatch)
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=3,block=100,coding=huffman", "onebit", "natural:bits=8"])
+OWNED = ("qsgd:bits=3,block=100,coding=huffman", "onebit", "natural:bits=8", "topk:density=0.1")
+
+
+@pytest.mark.parametrize("spec", OWNED)
 def test_an_owners_sums_are_those_of_the_reference(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = owners(spec)
     use_reference(monkeypatch)

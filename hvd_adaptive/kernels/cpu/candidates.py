@@ -21,8 +21,10 @@ from hvd_adaptive.kernels.cpu.compiling import fused, inlined, kernel
 from hvd_adaptive.kernels.cpu.enums import DGC, FAR, NEAR, REDSYNC, THRESHOLD
 from hvd_adaptive.kernels.cpu.intrinsics import (
     LANES,
+    add_and_check,
     add_and_survey,
     bits_float,
+    check,
     float32_pointer,
     float_bits,
     load_f32,
@@ -43,7 +45,7 @@ SPARE = 4096
 
 
 @fused
-def _magnitude_sum(x, n):
+def magnitude_sum(x, n):
     """The sum of the magnitudes of n elements."""
     a = carray(float32_pointer(x), n)
     total = 0.0
@@ -53,7 +55,7 @@ def _magnitude_sum(x, n):
 
 
 @kernel
-def _take_back(x, g, n):
+def take_back(x, g, n):
     """x -= g for n elements that g was added to; what that leaves of rounding alone becomes 0.
 
     As error feedback does for a layer that was not finite on another rank.
@@ -114,16 +116,28 @@ def _certain_floor(x, g, n, k, work):
 
 
 @kernel
-def count_sample(x, g, n, hist):
-    """Count the bins of a sample: one group of 16 in 13, or in 61 of large layers. (top, elements)
+def sample_pitch(n):
+    """Elements from one group of 16 of a sample to the next: one in 13, of large layers one in 61.
 
     Odd strides, because weights have periods of powers of two.
     """
-    stride = SAMPLE * (NEAR if n < LARGE else FAR)
-    top, seen = int64(0), 0
-    for start in range(0, n - SAMPLE, stride):
+    return SAMPLE * (NEAR if n < LARGE else FAR)
+
+
+@kernel
+def sample_groups(n, pitch):
+    """Groups in the sample of n elements."""
+    return max(0, (n - SAMPLE - 1) // pitch + 1)
+
+
+@kernel
+def count_groups(x, g, groups, pitch, hist):
+    """Count the bins of groups of 16, so many elements apart: (top, elements)."""
+    top = int64(0)
+    for group in range(groups):
+        start = group * pitch
         for line in range(0, 4 * SAMPLE, LINE):
-            further = 4 * (start + AHEAD * stride) + line
+            further = 4 * (start + AHEAD * pitch) + line
             prefetch(x + further)
             if g:
                 prefetch(g + further)
@@ -134,14 +148,20 @@ def count_sample(x, g, n, hist):
             magnitude = int64(float_bits(value)) & MAGNITUDE
             hist[magnitude >> 16] += int32(1)
             top = max(top, magnitude)
-        seen += SAMPLE
-    return top, seen
+    return top, SAMPLE * groups
 
 
 @kernel
-def _sampled_floor(x, g, n, k, hist):
+def count_sample(x, g, n, hist):
+    """Count the bins of a sample: (top, elements)."""
+    pitch = sample_pitch(n)
+    return count_groups(x, g, sample_groups(n, pitch), pitch, hist)
+
+
+@kernel
+def _sampled_floor(sample, n, k, hist):
     """A guess at a magnitude that somewhat more than k elements reach."""
-    top, seen = count_sample(x, g, n, hist)
+    top, seen = sample
     expected = k * seen / n
     b = _bin_of_kth(hist, top, int64(expected + 4 * np.sqrt(expected)) + 2)
     hist[:] = 0
@@ -149,9 +169,9 @@ def _sampled_floor(x, g, n, k, hist):
 
 
 @kernel
-def floor_dgc(x, g, n, k, hist):
+def floor_dgc(sample, n, k, hist):
     """``selection.dgc_floor`` of the sample (a test compares the two)."""
-    top, seen = count_sample(x, g, n, hist)
+    top, seen = sample
     expected = k * seen / n
     deviation = np.sqrt(expected)
     wanted = int64(max(expected + 2 * deviation, 0.7 * expected + 4 * deviation + 2))
@@ -167,16 +187,19 @@ def floor_dgc(x, g, n, k, hist):
 
 
 @kernel
-def _floor_topk(x, g, n, k, work):
-    """Where to start collecting the k largest: (floor, whether it is certain)."""
-    if k == 0:
-        return INF, True
-    if k >= n // 3:
-        return int64(1), True
-    if n <= SMALL:
-        return _certain_floor(x, g, n, k, work), True
-    floor = _sampled_floor(x, g, n, k, work[0])
-    return floor, floor == 1
+def known_floor(n, k, limit, rule, threshold):
+    """Where to start collecting if that is known without looking at the layer, else -1."""
+    if rule == THRESHOLD and k > 0:
+        return int64(threshold)
+    if limit == 0:
+        return int64(INF)
+    return int64(1) if limit >= n // 3 else int64(-1)
+
+
+@kernel
+def floor_of_sample(sample, n, k, limit, rule, hist):
+    """The same, guessed from what was counted of a sample."""
+    return floor_dgc(sample, n, k, hist) if rule == DGC else _sampled_floor(sample, n, limit, hist)
 
 
 @kernel
@@ -229,12 +252,15 @@ def trim_candidates(indices, values, count, k):
 
 
 @inlined
-def _add_group(x, g, left, floor):
+def _add_group(x, g, left, floor, measures):
     """x += g for the next 64 elements (of ``left`` that are there), if all sums are finite.
 
-    Returns (which of them reach the floor, as bits; their energy: finite if they are). Where g is 0,
-    nothing is added.
+    Returns (which of them reach the floor, as bits; their energy: finite if they are, and 0 unless
+    ``measures``). Where g is 0, nothing is added.
     """
+    if left >= LANES and not measures:
+        hits, finite = add_and_check(x, g, int32(floor)) if g != 0 else check(x, g, int32(floor))
+        return hits, 0.0 if finite else np.inf
     if left >= LANES:
         return add_and_survey(x, g, int32(floor)) if g != 0 else survey(x, g, int32(floor))
     hits, energy = uint64(0), 0.0
@@ -250,48 +276,88 @@ def _add_group(x, g, left, floor):
 
 
 @kernel
-def _collect(x, g, n, floor, limit, summing, work):
-    """Add g to x, and collect the elements of the sum that reach the floor.
+def collect_block(x, g, first, size, floor, limit, room, so_far, work, measures=True):
+    """Add g to x, and collect of the sum what reaches the floor; element 0 is the layer's ``first``.
 
     Of too many at least the ``limit`` largest: candidates beyond it are trimmed when the room is full.
     From then on the least of those kept is the floor, and an equal does not reach it: its index would
     be higher.
 
-    Returns (energy, whether all is finite, sum of magnitudes if ``summing``, count). If not, x is as it
-    was but for rounding, and what was collected means nothing.
+    ``so_far``: energy, which only grows if it ``measures`` that, and count. Returns (elements done,
+    floor, energy, count): fewer than ``size`` are done if those after them are not all finite.
     """
     _, indices, values, _ = work
+    energy, count = so_far
+    for start in range(0, size, LANES):
+        here, there = x + 4 * start, g + 4 * start if g != 0 else int64(0)
+        # The branches below would otherwise leave the memory idle.
+        for line in range(0, 4 * LANES, LINE):
+            prefetch(here + 4 * BLOCK + line)
+            prefetch((there if g != 0 else here) + 4 * BLOCK + line)
+        if count + LANES > room and count > limit:
+            floor = trim_candidates(indices, values, count, limit) + 1
+            count = limit
+        hits, squares = _add_group(here, there, size - start, floor, measures)
+        if not squares < np.inf:
+            return start, floor, energy, count
+        energy += squares
+        # The first without a branch: whether there is one, nobody could foresee; two are rare.
+        while True:
+            i = int64(trailing_zeros(hits)) & (LANES - 1)
+            indices[count] = int32(first + start + i)
+            values[count] = load_f32(here + 4 * i)
+            count += int64(hits != 0)
+            hits &= hits - uint64(1)
+            if hits == 0:
+                break
+    return size, floor, energy, count
+
+
+@kernel
+def collect(x, g, n, floor, limit, summing, work):
+    """Add g to x, and collect the elements of the sum that reach the floor, as :func:`collect_block`.
+
+    Returns (whether all is finite, sum of magnitudes if ``summing``, energy, count). If not, x is as it
+    was but for rounding, and what was collected means nothing.
+    """
     room = candidate_room(n, limit)
     energy, total, count = 0.0, 0.0, int64(0)
     for block in range(0, n, BLOCK):
         size = min(BLOCK, n - block)
-        for start in range(block, block + size, LANES):
-            here, there = x + 4 * start, g + 4 * start if g != 0 else int64(0)
-            # The branches below would otherwise leave the memory idle.
-            for line in range(0, 4 * LANES, LINE):
-                prefetch(here + 4 * BLOCK + line)
-                prefetch((there if g != 0 else here) + 4 * BLOCK + line)
-            if count + LANES > room and count > limit:
-                floor = trim_candidates(indices, values, count, limit) + 1
-                count = limit
-            hits, squares = _add_group(here, there, n - start, floor)
-            if not squares < np.inf:
-                if g != 0:
-                    _take_back(x, g, start)
-                return energy, False, total, count
-            energy += squares
-            # The first without a branch: whether there is one, nobody could foresee; two are rare.
-            while True:
-                i = int64(trailing_zeros(hits)) & (LANES - 1)
-                indices[count] = int32(start + i)
-                values[count] = load_f32(here + 4 * i)
-                count += int64(hits != 0)
-                hits &= hits - uint64(1)
-                if hits == 0:
-                    break
+        here, there = x + 4 * block, g + 4 * block if g != 0 else int64(0)
+        done, floor, energy, count = collect_block(
+            here, there, block, size, floor, limit, room, (energy, count), work
+        )
+        if done < size:
+            if g != 0:
+                take_back(x, g, block + done)
+            return False, total, energy, count
         if summing:
-            total += _magnitude_sum(x + 4 * block, size)
-    return energy, True, total, count
+            total += magnitude_sum(here, size)
+    return True, total, energy, count
+
+
+@kernel
+def candidate_limit(n, k, rule):
+    """How many of the largest a rule chooses from, where it is to send k."""
+    return min(n, 2 * k + 1) if rule == REDSYNC else k
+
+
+@kernel
+def are_enough(count, k, limit, rule, floor):
+    """Whether so many candidates above a guessed floor will do."""
+    return floor == 1 or count >= limit or (rule == DGC and 10 * count >= 7 * k)
+
+
+@kernel
+def cut_to_rule(count, n, k, limit, rule, total, work):
+    """Keep of the candidates what a rule sends, in order; returns how many."""
+    if count > limit:
+        trim_candidates(work[1], work[2], count, limit)
+        count = limit
+    if rule == REDSYNC and count > k:
+        count = _cut_redsync(count, k, np.float32(total / n), work)
+    return count
 
 
 @kernel
@@ -300,27 +366,20 @@ def take_candidates(x, g, n, k, rule, threshold, work):
 
     Returns (energy, whether all is finite, count); if not, x is as it was but for rounding.
     """
-    limit = min(n, 2 * k + 1) if rule == REDSYNC else k
-    guessed = rule == DGC and n > SMALL and 0 < k < n // 3
+    limit, summing = candidate_limit(n, k, rule), rule == REDSYNC
+    floor = known_floor(n, k, limit, rule, threshold)
+    guessed = floor < 0 and n > SMALL
     if guessed:
-        first, certain = floor_dgc(x, g, n, k, work[0]), False
-    elif rule == THRESHOLD and k > 0:
-        first, certain = threshold, True
-    else:
-        first, certain = _floor_topk(x, g, n, limit, work)
-    while True:
-        energy, finite, total, count = _collect(x, g, n, first, limit, rule == REDSYNC, work)
-        if not finite:
-            return energy, False, count
-        if certain or first == 1 or count >= limit or (guessed and 10 * count >= 7 * k):
-            break
-        first, guessed, g = int64(1), False, int64(0)  # too high a guess; x is the sum by now
-    if count > limit:
-        trim_candidates(work[1], work[2], count, limit)
-        count = limit
-    if rule == REDSYNC and count > k:
-        count = _cut_redsync(count, k, np.float32(total / n), work)
-    return energy, True, count
+        floor = floor_of_sample(count_sample(x, g, n, work[0]), n, k, limit, rule, work[0])
+    elif floor < 0:
+        floor = _certain_floor(x, g, n, limit, work)
+    finite, total, energy, count = collect(x, g, n, floor, limit, summing, work)
+    if finite and guessed and not are_enough(count, k, limit, rule, floor):
+        # too high a guess; x is the sum by now
+        finite, total, energy, count = collect(x, int64(0), n, int64(1), limit, summing, work)
+    if not finite:
+        return energy, False, count
+    return energy, True, cut_to_rule(count, n, k, limit, rule, total, work)
 
 
 @kernel

@@ -64,7 +64,7 @@ def bound_sizes(offsets, counts, value_format, rule):
 
 
 @functools.lru_cache(maxsize=256)
-def _kept_sizes(offsets: bytes, counts: bytes, value_format: int, rule: int) -> tuple[int, int]:
+def kept_sizes(offsets: bytes, counts: bytes, value_format: int, rule: int) -> tuple[int, int]:
     """As :func:`bound_sizes`; kept, because a bucket has the same ones at every step."""
     edges, wanted = (np.frombuffer(each, np.int64).copy() for each in (offsets, counts))
     bound, candidates = bound_sizes(edges, wanted, value_format, rule)
@@ -146,7 +146,7 @@ def compress_(
     if grads is not None:
         addresses[:] = [grad.data_ptr() for grad in grads]
     spans = offsets[[0, -1]] if whole else offsets
-    bound, candidates = _kept_sizes(spans.tobytes(), counts.tobytes(), int(values), int(rule))
+    bound, candidates = kept_sizes(spans.tobytes(), counts.tobytes(), int(values), int(rule))
     buffer = torch.empty(reserve + max(bound, layers) + SLACK, dtype=torch.uint8)
     stats = np.empty((layers, 4))
     how, work = int(values), thread_buffers.arrays(candidates)

@@ -113,7 +113,7 @@ def clear_(
 
 
 @kernel
-def _clear(out, n):
+def write_zeros(out, n):
     """Write n zeros."""
     target = carray(float32_pointer(out), n)
     for i in range(n):
@@ -136,7 +136,7 @@ def _add_until(end, out, indices, values, i, count, scale):
 
 
 @kernel
-def _add_all_until(end, out, decoded, counts, places, scale):
+def add_all_until(end, out, decoded, counts, places, scale):
     """The same for all bodies; ``places``: the next value of each, moved on."""
     indices, values = decoded
     where, what, row = int64(indices.ctypes.data), int64(values.ctypes.data), 4 * indices.shape[1]
@@ -157,15 +157,15 @@ def _sum_output(out, n, first, fresh, scale, decoded, counts, places, block):
     end = first + n
     if not fresh or 4 * n < STREAMED or out % 32 != 0:
         if fresh:
-            _clear(out, n)
-        _add_all_until(end, out - 4 * first, decoded, counts, places, scale)
+            write_zeros(out, n)
+        add_all_until(end, out - 4 * first, decoded, counts, places, scale)
         return
     here = int64(block.ctypes.data)
     for start in range(0, n, TILE):
         size = min(TILE, n - start)
-        _clear(here, size)
+        write_zeros(here, size)
         begin = first + start
-        _add_all_until(begin + size, here - 4 * begin, decoded, counts, places, scale)
+        add_all_until(begin + size, here - 4 * begin, decoded, counts, places, scale)
         whole = size & ~7
         for i in range(0, whole, 8):
             stream(here + 4 * i, out + 4 * (start + i))
@@ -174,31 +174,63 @@ def _sum_output(out, n, first, fresh, scale, decoded, counts, places, block):
 
 
 @kernel
+def decode_bodies(starts, ends, n, expected, decoded, firsts, counts):
+    """Decode a layer of all bodies into their rows, from ``firsts`` on, and move their starts on.
+
+    Returns (damage, body, its address, whether some body marks the layer as nonfinite).
+    """
+    indices, values = decoded
+    nonfinite, body = False, 0
+    while body < len(starts):
+        pair, other = slice(body, body + 2), body + 1
+        if other < len(starts) and decode_pair(
+            starts[pair],
+            ends[pair],
+            n,
+            expected,
+            (indices[body, firsts[body] :], indices[other, firsts[other] :]),
+            (values[body, firsts[body] :], values[other, firsts[other] :]),
+            counts[pair],
+        ):
+            body += 2
+            continue
+        first = firsts[body]
+        damage, starts[body], count = decode_layer(
+            starts[body], ends[body], n, expected, indices[body, first:], values[body, first:]
+        )
+        if damage:
+            return damage, body, starts[body], nonfinite
+        nonfinite |= count < 0
+        counts[body] = max(count, 0)
+        body += 1
+    return 0, 0, 0, nonfinite
+
+
+@kernel
+def find_trailing(starts, ends):
+    """The first body of which something is left; -1 if there is none."""
+    for body in range(len(starts)):
+        if starts[body] != ends[body]:
+            return body
+    return -1
+
+
+@kernel
 def _sum_layers(
     starts, ends, outs, numels, whole, fresh, scale, expected, marks, decoded, counts, places, block
 ):
     """Sum all bodies, layer by layer; returns (damage, body, layer, its address)."""
-    indices, values = decoded
     coded = 1 if whole else len(outs)
+    none = np.zeros(len(starts), np.int64)
     for layer in range(coded):
         first, last = (0, len(outs)) if whole else (layer, layer + 1)
-        n, nonfinite = int64(numels[first:last].sum()), False
-        places[:], body = 0, 0
-        while body < len(starts):
-            pair = slice(body, body + 2)
-            if body + 1 < len(starts) and decode_pair(
-                starts[pair], ends[pair], n, expected, indices[pair], values[pair], counts[pair]
-            ):
-                body += 2
-                continue
-            damage, starts[body], count = decode_layer(
-                starts[body], ends[body], n, expected, indices[body], values[body]
-            )
-            if damage:
-                return damage, body, layer, starts[body]
-            nonfinite |= count < 0
-            counts[body] = max(count, 0)
-            body += 1
+        n = int64(numels[first:last].sum())
+        damage, body, position, nonfinite = decode_bodies(
+            starts, ends, n, expected, decoded, none, counts
+        )
+        if damage:
+            return damage, body, layer, position
+        places[:] = 0
         before = int64(0)
         for out in range(first, last):
             if nonfinite:
@@ -210,10 +242,8 @@ def _sum_layers(
                 )
             before += numels[out]
     fence()
-    for body in range(len(starts)):
-        if starts[body] != ends[body]:
-            return TRAILING, body, coded - 1, starts[body]
-    return 0, 0, 0, 0
+    body = find_trailing(starts, ends)
+    return (TRAILING, body, coded - 1, starts[body]) if body >= 0 else (0, 0, 0, 0)
 
 
 def decompress_sum_(

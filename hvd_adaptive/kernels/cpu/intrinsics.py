@@ -15,6 +15,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from hvd_adaptive.kernels.cpu.enums import FAR, NEAR
+from hvd_adaptive.kernels.floats import INF
+from hvd_adaptive.kernels.selection import SAMPLE
+
 Codegen = Callable[..., Any]
 
 
@@ -150,6 +154,25 @@ def _in_bin(typingctx, address, number):
     return types.uint64(types.int64, types.int32), codegen
 
 
+def _in_groups(pitch: int, size: int) -> Any:
+    """An intrinsic: which uint32 of the 64 at an address are among the first ``size`` of ``pitch``."""
+
+    def look(typingctx, address):
+        del typingctx, address
+
+        def codegen(context, builder, signature, args):
+            del context, signature
+            lanes = ir.VectorType(_I32, LANES)
+            words = builder.load(builder.inttoptr(args[0], lanes.as_pointer()), align=4)
+            places = builder.urem(words, ir.Constant(lanes, [pitch] * LANES))
+            hits = builder.icmp_unsigned("<", places, ir.Constant(lanes, [size] * LANES))
+            return builder.bitcast(hits, _I64)
+
+        return types.uint64(types.int64), codegen
+
+    return look
+
+
 def _lanes(builder: Any, vector: Any, start: int, stop: int) -> Any:
     """Some lanes of a vector."""
     chosen = ir.Constant(ir.VectorType(_I32, stop - start), list(range(start, stop)))
@@ -198,6 +221,41 @@ def _observe_all(add: bool) -> Any:
             return context.make_tuple(builder, signature.return_type, [found, energy])
 
         returned = types.Tuple((types.uint64, types.float64))
+        return returned(types.int64, types.int64, types.int32), codegen
+
+    return look
+
+
+def _check_all(add: bool) -> Any:
+    """As :func:`_observe_all`, without the energy: whether all are finite is in its place.
+
+    Sums are stored only where one differs from what was there: of sparse ones most memory is not.
+    """
+
+    def look(typingctx, address, other, number):
+        del typingctx, address, other, number
+
+        def codegen(context, builder, signature, args):
+            floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
+            pointer = builder.inttoptr(args[0], floats.as_pointer())
+            before = values = builder.load(pointer, align=4)
+            if add:
+                others = builder.inttoptr(args[1], floats.as_pointer())
+                values = builder.fadd(values, builder.load(others, align=4))
+            bits = builder.bitcast(values, words)
+            magnitudes = builder.and_(bits, ir.Constant(words, [0x7FFFFFFF] * LANES))
+            wrong = builder.icmp_signed(">=", magnitudes, ir.Constant(words, [INF] * LANES))
+            finite = builder.icmp_unsigned("==", builder.bitcast(wrong, _I64), ir.Constant(_I64, 0))
+            if add:
+                changed = builder.icmp_unsigned("!=", bits, builder.bitcast(before, words))
+                some = builder.icmp_unsigned("!=", builder.bitcast(changed, _I64), ir.Constant(_I64, 0))
+                with builder.if_then(builder.and_(finite, some)):
+                    builder.store(values, pointer, align=4)
+            hits = builder.icmp_signed(">=", magnitudes, _spread(builder, args[2], words))
+            found = builder.bitcast(hits, _I64)
+            return context.make_tuple(builder, signature.return_type, [found, finite])
+
+        returned = types.Tuple((types.uint64, types.boolean))
         return returned(types.int64, types.int64, types.int32), codegen
 
     return look
@@ -337,8 +395,16 @@ survey: Any = intrinsic(_observe_all(add=False))
 """Which of 64 float32 have magnitudes whose bits are at least a number, and their energy."""
 add_and_survey: Any = intrinsic(_observe_all(add=True))
 """The same of 64 float32 to which others are added first."""
+check: Any = intrinsic(_check_all(add=False))
+"""Which of 64 float32 have magnitudes whose bits are at least a number, and whether all are finite."""
+add_and_check: Any = intrinsic(_check_all(add=True))
+"""The same of 64 float32 to which others are added first."""
 in_bin: Any = intrinsic(_in_bin)
 """Which of 64 float32 have magnitudes whose upper 16 bits are those of a number."""
+in_near_sample: Any = intrinsic(_in_groups(SAMPLE * NEAR, SAMPLE))
+"""Which of 64 indices are in the sample of a layer of less than LARGE elements."""
+in_far_sample: Any = intrinsic(_in_groups(SAMPLE * FAR, SAMPLE))
+"""The same of a larger one."""
 prefetch: Any = intrinsic(_prefetch)
 butterflies_within: Any = intrinsic(_butterflies_within)
 butterflies_across: Any = intrinsic(_butterflies_across)

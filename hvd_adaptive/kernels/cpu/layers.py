@@ -88,9 +88,9 @@ def read_head(position, end, n, expected):
 
 
 @kernel
-def most_values(position, end, numels, expected):
-    """The most that a layer of a body holds, of those before the first that is announced wrongly."""
-    most = int64(0)
+def announced_values(position, end, numels, expected):
+    """Values of a body's layers before the first that is announced wrongly: (most of a layer, sum)."""
+    most, total = int64(0), int64(0)
     for layer in range(len(numels)):
         damage, position, count, value_format, index_bytes = read_head(
             position, end, numels[layer], expected
@@ -100,7 +100,14 @@ def most_values(position, end, numels, expected):
         if count > 0:
             position += index_bytes + bytes_of_values(count, value_format)
             most = max(most, count)
-    return most
+            total += count
+    return most, total
+
+
+@kernel
+def most_values(position, end, numels, expected):
+    """The most that a layer of a body holds, of those before the first that is announced wrongly."""
+    return announced_values(position, end, numels, expected)[0]
 
 
 @kernel

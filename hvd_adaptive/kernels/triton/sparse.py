@@ -48,6 +48,7 @@ from hvd_adaptive.kernels.triton.spectra import (
     spectrum,
     summary,
 )
+from hvd_adaptive.kernels.two_passes import sum_and_compress
 from hvd_adaptive.wire import ValueFormat
 from hvd_adaptive.wire.sparse import max_sparse_bytes
 
@@ -60,6 +61,7 @@ __all__ = [
     "moments",
     "position_bits",
     "recompress_",
+    "reduce_",
     "refined_spectrum",
     "sample_spectrum",
     "spectrum",
@@ -356,6 +358,35 @@ def recompress_(
     x[places] = (x[places] + old).clamp(-LARGEST, LARGEST)
     data, stats, _ = _read(segments, selection, data, ends)
     return data, stats
+
+
+def reduce_(
+    bodies: Sequence[Tensor],
+    x: Tensor,
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: ValueFormat,
+    keeps: bool = True,
+    reserve: int = 0,
+    rule: SelectionRule = SelectionRule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
+) -> tuple[Tensor, npt.NDArray[np.uint8]]:
+    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.reduce_`: in two passes."""
+    return sum_and_compress(
+        decompress_sum_,
+        compress_,
+        bodies,
+        x,
+        offsets,
+        counts,
+        values,
+        keeps,
+        reserve,
+        rule,
+        thresholds,
+        whole,
+    )
 
 
 def _positions_of(selection: Selection, segments: Segments, positions: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""Sums of sparse layers that are compressed again, by a backend's kernels for either."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvd_adaptive.kernels.selection import SelectionRule
+from hvd_adaptive.wire.sparse import ValueFormat
+
+
+def sum_and_compress(
+    sum_: Callable[..., Any],
+    compress_: Callable[..., tuple[Tensor, npt.NDArray[np.float64]]],
+    bodies: Sequence[Tensor],
+    x: Tensor,
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: ValueFormat,
+    keeps: bool,
+    reserve: int,
+    rule: SelectionRule,
+    thresholds: npt.NDArray[np.float32] | None,
+    whole: bool,
+) -> tuple[Tensor, npt.NDArray[np.uint8]]:
+    """:meth:`~hvd_adaptive.kernels.base.SparseKernels.reduce_` in two passes.
+
+    Args:
+        sum_: a backend's ``decompress_sum_``.
+        compress_: its ``compress_``.
+        bodies: as of ``reduce_``, like all others.
+        x: as there.
+        offsets: as there.
+        counts: as there.
+        values: as there.
+        keeps: as there.
+        reserve: as there.
+        rule: as there.
+        thresholds: as there.
+        whole: as there.
+    """
+    sums = torch.empty_like(x) if keeps else x
+    totals = [sums[start:end] for start, end in itertools.pairwise(np.asarray(offsets).tolist())]
+    sum_(bodies, totals, 1.0, values, whole)
+    grads = totals if keeps else None
+    data, stats = compress_(x, offsets, counts, values, grads, reserve, rule, thresholds, whole)
+    return data, stats[:, 3].astype(np.uint8)
