@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from launch.training import data, models, options
+from tests.harness.eager import PYTHONPATH
 from tests.launch.idx_files import write_idx
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ needs_horovod = pytest.mark.skipif(
 )
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": PYTHONPATH,
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
