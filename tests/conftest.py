@@ -18,6 +18,19 @@ def pytest_configure(config: pytest.Config) -> None:
         make_programs_light()
 
 
+# Those that take longest: where files run side by side, none must be left for the end.
+FIRST = (
+    "test_distributed.py",
+    "test_slurm_jobs.py",
+    "test_triton.py",
+    "test_failure.py",
+    "test_launch.py",
+    "test_train.py",
+    "test_parity.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file that takes longest: where files run side by side, it must not be the last."""
-    items.sort(key=lambda item: item.path.name != "test_distributed.py")
+    """Begin with the files that take longest, and keep the order of the others."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))

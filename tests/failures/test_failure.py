@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,6 +20,7 @@ import pytest
 
 from tests.harness.eager import PYTHONPATH
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
+from tests.harness.side_by_side import selected, side_by_side
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
@@ -155,28 +156,17 @@ def small(case: str) -> Launch:
     return Launch("mpirun", str(how), *more, ranks=2)
 
 
-Outcomes: TypeAlias = "dict[tuple[str, ...], Future[Outcome]]"
+Outcomes: TypeAlias = "Mapping[tuple[str, ...], Future[Outcome]]"
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, warm: None) -> Iterator[Outcomes]:
-    """What the selected tests ask for, launched in their order, ``SIDE_BY_SIDE`` at once."""
-    names = ("launcher", "how", "case")
-    here = [
-        item.callspec.params
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
-    ]
-    wanted = dict.fromkeys(tuple(str(row[name]) for name in names if name in row) for row in here)
-    pool = ThreadPoolExecutor(SIDE_BY_SIDE)
-    try:
-        yield {key: pool.submit(outcome_of, key) for key in wanted}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def ended(key: tuple[str, ...]) -> Outcome:
+        return (failing(*key) if len(key) == 2 else small(*key)).end()
 
-
-def outcome_of(key: tuple[str, ...]) -> Outcome:
-    return (failing(*key) if len(key) == 2 else small(*key)).end()
+    keys = selected(request, "launcher", "how") + selected(request, "case")
+    with side_by_side(ended, keys, SIDE_BY_SIDE) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("launcher", "how"), CASES)
