@@ -6,10 +6,31 @@ import signal
 
 import pytest
 
+from tests.harness.eager import make_programs_light
+
 # A shell that starts the tests in its background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs that tests start are light; workers of xdist, which are programs too, are not."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        make_programs_light()
+
+
+# Those that take longest: where files run side by side, none must be left for the end.
+FIRST = (
+    "test_distributed.py",
+    "test_slurm_jobs.py",
+    "test_triton.py",
+    "test_failure.py",
+    "test_launch.py",
+    "test_train.py",
+    "test_parity.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file that takes longest: where files run side by side, it must not be the last."""
-    items.sort(key=lambda item: item.path.name != "test_distributed.py")
+    """Begin with the files that take longest, and keep the order of the others."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives
+from tests.harness.eager import PYTHONPATH
+from tests.harness.rank_launcher import ENVIRONMENT, lives
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
@@ -271,7 +272,7 @@ def test_busy_sleeping_and_restarted_ranks_are_not_frozen_and_end_as_ever(tmp_pa
         **os.environ,
         **ENVIRONMENT,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "600",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
     }

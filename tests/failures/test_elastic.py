@@ -24,6 +24,7 @@ import pytest
 
 from benchmarks.harness.lab import horovodrun
 from tests.failures.elastic_training import EXACT, OPTIONS
+from tests.harness.eager import PYTHONPATH
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
@@ -73,7 +74,7 @@ class Launch:
             # for one that has gone: until the others' sockets time out.
             "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
         }
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import re
@@ -11,14 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias
 
 import pytest
 
+from tests.harness.eager import PYTHONPATH
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
+from tests.harness.side_by_side import selected, side_by_side
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
@@ -42,16 +44,24 @@ SAID = {
     "leave 0": r"rank \d ends because rank {rank} ended by itself, before the others",
     "leave 3": r"rank \d ends because rank {rank} ended by itself, before the others",
 }
-# Launched side by side: while one waits for its time to pass, another computes.
-TOGETHER = [
-    (("horovodrun", "kill"), ("horovodrun", "raise"), ("mpirun", "leave 0")),
-    (("horovodrun", "leave 0"), ("horovodrun", "leave 3"), ("mpirun", "leave 3")),
-    (("horovodrun", "stall"), ("horovodrun", "freeze"), ("gloo", "freeze")),
-    (("mpirun", "stall"), ("mpirun", "freeze"), ("mpirun", "kill"), ("mpirun", "raise")),
+# Those that wait come between others: while one waits for its time to pass, another computes.
+CASES = [
+    ("horovodrun", "stall"),
+    ("mpirun", "freeze"),
+    ("horovodrun", "kill"),
+    ("horovodrun", "raise"),
+    ("mpirun", "leave 0"),
+    ("mpirun", "stall"),
+    ("gloo", "freeze"),
+    ("horovodrun", "leave 0"),
+    ("mpirun", "kill"),
+    ("horovodrun", "freeze"),
+    ("horovodrun", "leave 3"),
+    ("mpirun", "leave 3"),
+    ("mpirun", "raise"),
 ]
-CASES = [case for cases in TOGETHER for case in cases]
-
-Case = TypeVar("Case")
+SIDE_BY_SIDE = 4
+"""Launches at any time."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Launch:
         script = str(ROOT / "tests/failures/failing_rank.py")
         arguments = [how, *(str(each) for each in more)]
         arguments.insert(2, str(self._folder))
+        print(*arguments, file=self._output, flush=True)  # chance decides on some
         self._job = subprocess.Popen(
             [*LAUNCHERS[launcher], str(ranks), sys.executable, script, *arguments],
             env=environment(), stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
@@ -99,13 +110,7 @@ class Launch:
         return Outcome(text, status, processes, seconds)
 
 
-def ended(launches: dict[Case, Launch]) -> dict[Case, Outcome]:
-    """How each of them ended, all watched at once."""
-    with ThreadPoolExecutor(len(launches)) as pool:
-        return dict(zip(launches, pool.map(Launch.end, launches.values()), strict=True))
-
-
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def warm() -> None:
     warm_kernels()
 
@@ -116,7 +121,7 @@ def environment() -> dict[str, str]:
         **os.environ,
         **ENVIRONMENT,
         "PATH": path,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_SECONDS // 2),
@@ -132,20 +137,45 @@ def failing_rank(launcher: str) -> int:
     return 0 if launcher == "mpirun" else 1
 
 
-@functools.cache
-def outcomes(cases: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], Outcome]:
-    launches = {
-        (launcher, how): Launch(launcher, how, failing_rank(launcher)) for launcher, how in cases
+def failing(launcher: str, how: str) -> Launch:
+    return Launch(launcher, how, failing_rank(launcher))
+
+
+def small(case: str) -> Launch:
+    """Two ranks, with the planners that talk most; some raise at a step that chance decides."""
+    step = random.Random(time.time()).randrange(5, 60)
+    arguments: dict[str, tuple[object, ...]] = {
+        "lgreco": ("raise", 1, "lgreco:period=4", step),
+        "kimad": ("raise", 0, "kimad:period=1,seconds=0.01", step),
+        "channel": ("wait in a channel", 1),
+        "planner": ("planner", 0, "lgreco:period=4"),
+        "all": ("all raise", 0),
+        "argument": ("wrong argument", 0),
     }
-    return ended(launches)
+    how, *more = arguments[case]
+    return Launch("mpirun", str(how), *more, ranks=2)
+
+
+Outcomes: TypeAlias = "Mapping[tuple[str, ...], Future[Outcome]]"
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, warm: None) -> Iterator[Outcomes]:
+    def ended(key: tuple[str, ...]) -> Outcome:
+        return (failing(*key) if len(key) == 2 else small(*key)).end()
+
+    keys = selected(request, "launcher", "how") + selected(request, "case")
+    with side_by_side(ended, keys, SIDE_BY_SIDE) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("launcher", "how"), CASES)
-def test_a_rank_that_fails_ends_all_others_and_is_named(launcher: str, how: str) -> None:
+def test_a_rank_that_fails_ends_all_others_and_is_named(
+    outcomes: Outcomes, launcher: str, how: str
+) -> None:
     if shutil.which(LAUNCHERS[launcher][0], path=environment()["PATH"]) is None:
         pytest.skip(f"{launcher} is not installed")
-    [cases] = [each for each in TOGETHER if (launcher, how) in each]
-    outcome = outcomes(cases)[launcher, how]
+    outcome = outcomes[launcher, how].result()
     text, rank = outcome.text, failing_rank(launcher)
     assert outcome.status != 0, text
     assert not any(map(lives, outcome.processes)), text
@@ -161,26 +191,11 @@ def test_a_rank_that_fails_ends_all_others_and_is_named(launcher: str, how: str)
         assert f"ends because rank {rank} failed: ValueError: bad data" in text
 
 
-@functools.cache
-def small_outcomes() -> dict[str, Outcome]:
-    """Two ranks each, with the planners that talk most."""
-    chance = random.Random(time.time())
-    first, second = chance.randrange(5, 60), chance.randrange(5, 60)
-    print(f"they raise at steps {first} and {second}")
-    launches = {
-        "lgreco": Launch("mpirun", "raise", 1, "lgreco:period=4", first, ranks=2),
-        "kimad": Launch("mpirun", "raise", 0, "kimad:period=1,seconds=0.01", second, ranks=2),
-        "channel": Launch("mpirun", "wait in a channel", 1, ranks=2),
-        "planner": Launch("mpirun", "planner", 0, "lgreco:period=4", ranks=2),
-        "all": Launch("mpirun", "all raise", 0, ranks=2),
-        "argument": Launch("mpirun", "wrong argument", 0, ranks=2),
-    }
-    return ended(launches)
-
-
 @pytest.mark.parametrize("case", ["lgreco", "kimad", "channel", "planner"])
-def test_no_rank_crashes_in_mpi_when_another_fails_beside_a_planner(case: str) -> None:
-    outcome = small_outcomes()[case]
+def test_no_rank_crashes_in_mpi_when_another_fails_beside_a_planner(
+    outcomes: Outcomes, case: str
+) -> None:
+    outcome = outcomes[case,].result()
     assert outcome.status == 1, outcome.text
     assert "signal" not in outcome.text.lower(), outcome.text
     assert "MPI_FINALIZE" not in outcome.text, outcome.text
@@ -188,8 +203,9 @@ def test_no_rank_crashes_in_mpi_when_another_fails_beside_a_planner(case: str) -
     assert outcome.tracebacks == 1 + (case == "planner"), outcome.text  # with the planner's own
 
 
-def test_a_planner_that_fails_ends_all_ranks_with_its_reason() -> None:
-    text = small_outcomes()["planner"].text
+@pytest.mark.parametrize("case", ["planner"])
+def test_a_planner_that_fails_ends_all_ranks_with_its_reason(outcomes: Outcomes, case: str) -> None:
+    text = outcomes[case,].result().text
     planning = "rank 0 of the process set"
     reason = f"RuntimeError: the planner failed on {planning}: ZeroDivisionError: nothing to divide"
     assert f"hvd_adaptive: rank 0 failed, and the others end with it: {reason}" in text
@@ -198,8 +214,10 @@ def test_a_planner_that_fails_ends_all_ranks_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("case", ["all", "argument"])
-def test_of_ranks_that_fail_alike_one_prints_a_traceback_and_the_others_a_line(case: str) -> None:
-    text = small_outcomes()[case].text
+def test_of_ranks_that_fail_alike_one_prints_a_traceback_and_the_others_a_line(
+    outcomes: Outcomes, case: str
+) -> None:
+    text = outcomes[case,].result().text
     assert text.count("Traceback (most recent call last)") == 1, text
     assert len(re.findall(r"hvd_adaptive: rank \d failed, and the others end with it: ", text)) == 1, (
         text

@@ -18,10 +18,14 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.harness.side_by_side import selected, side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -67,7 +71,7 @@ def dry_run(*arguments: str, **changes: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ready() -> None:
     if run("setup.sh", "--check").returncode != 0:
         pytest.skip(f"launch/setup.sh has not been run for {sys.prefix}")
@@ -299,6 +303,39 @@ class TestFetchData:
         assert list(data.iterdir()) == []
 
 
+@dataclass
+class Signalled:
+    """How a run ended after a signal."""
+
+    status: int
+    text: str
+    saved: Path
+
+
+@pytest.fixture(scope="module")
+def signalled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ready: None
+) -> Iterator[Mapping[tuple[int], Future[Signalled]]]:
+    """run.sh that gets a signal while its ranks train."""
+
+    def work(case: tuple[int]) -> Signalled:
+        folder = tmp_path_factory.mktemp("signalled")
+        log, saved = folder / "log", folder / "checkpoints"
+        with log.open("w") as output, all_ended(folder) as mark:
+            job = subprocess.Popen(
+                [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)],
+                env=environment(**mark),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            wait_for(lambda: "loss" in log.read_text(), 120)
+            job.send_signal(case[0])
+            return Signalled(job.wait(120), log.read_text(), saved)
+
+    with side_by_side(work, selected(request, "number"), 2) as found:
+        yield found
+
+
 class TestRun:
     def test_prints_a_plain_horovodrun_command(self) -> None:
         assert re.search(
@@ -454,20 +491,11 @@ class TestRun:
         ids=["TERM", "USR1", "INT"],
     )
     def test_a_signal_to_the_script_ends_all_ranks_after_a_checkpoint(
-        self, tmp_path: Path, number: int, status: int
+        self, signalled: Mapping[tuple[int], Future[Signalled]], number: int, status: int
     ) -> None:
-        log, saved = tmp_path / "log", tmp_path / "checkpoints"
-        with log.open("w") as output, all_ended(tmp_path) as mark:
-            job = subprocess.Popen(
-                [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)],
-                env=environment(**mark),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            wait_for(lambda: "loss" in log.read_text(), 120)
-            job.send_signal(number)
-            assert job.wait(120) == status, log.read_text()
-            assert_complete(saved)
+        found = signalled[number,].result()
+        assert found.status == status, found.text
+        assert_complete(found.saved)
 
     @pytest.mark.usefixtures("ready")
     def test_a_signal_before_there_are_ranks_ends_horovodrun_without_a_traceback(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.rank_launcher import ENVIRONMENT, ROOT
+from tests.harness.eager import PYTHONPATH
+from tests.harness.rank_launcher import ENVIRONMENT
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
@@ -58,7 +59,7 @@ def start(code: str) -> dict[str, object]:
     """What a process of its own finds after it has run ``code``."""
     done = subprocess.run(
         [sys.executable, "-c", STARTS, code],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHONPATH},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -143,7 +144,7 @@ hvd_adaptive.init()
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": f"{packages}{os.pathsep}{ROOT}",
+            "PYTHONPATH": f"{packages}{os.pathsep}{PYTHONPATH}",
             "OMPI_COMM_WORLD_RANK": "0",
             "OMPI_COMM_WORLD_SIZE": "2",
         },

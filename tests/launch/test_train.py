@@ -15,16 +15,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 
 from launch.training import data, models, options
+from tests.harness.eager import PYTHONPATH
+from tests.harness.side_by_side import selected, side_by_side
 from tests.launch.idx_files import write_idx
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +38,7 @@ needs_horovod = pytest.mark.skipif(
 )
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": PYTHONPATH,
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
@@ -813,29 +816,23 @@ def ranks_below(launcher: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("launcher", "number", "target", "status"),
-    [
-        # The launcher's own status at a signal to it is not ours to say: mpirun gives 1.
-        ("horovodrun", signal.SIGTERM, "rank 1", 143),
-        ("horovodrun", signal.SIGHUP, "rank 1", 129),
-        ("mpirun", signal.SIGTERM, "launcher", None),
-        ("mpirun", signal.SIGUSR1, "launcher", 75),
-        ("horovodrun", signal.SIGINT, "terminal", None),
-    ],
-)
-@needs_horovod
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_signal_ends_all_ranks_after_a_checkpoint(
-    tmp_path: Path, data_root: Path, launcher: str, number: int, target: str, status: int | None
-) -> None:
-    log = tmp_path / "log"
+Signal: TypeAlias = tuple[str, int, str]
+"""A launcher, the signal's number, and who gets it."""
+
+
+Ended: TypeAlias = tuple[int, str, list[str]]
+"""The launcher's status, what was printed, and the files in the folder of checkpoints."""
+
+
+def signalled(case: Signal, folder: Path, data_root: Path) -> Ended:
+    """Sends a signal to ranks that train."""
+    launcher, number, target = case
+    log, saved = folder / "log", folder / "checkpoints"
     with log.open("w") as file:
         process = subprocess.Popen(
             [launcher, "-np", "2", sys.executable, str(LAUNCH / "train.py"), *SMALL,
              "--preset", "mlp-fashion", *TINY["mlp-fashion"], "--steps", "1000000",
-             "--checkpoint-dir", str(tmp_path / "checkpoints")],
+             "--checkpoint-dir", str(saved)],
             env=environment(data_root), stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
@@ -855,16 +852,45 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+    return returned, log.read_text(), sorted(file.name for file in saved.iterdir())
+
+
+@pytest.fixture(scope="module")
+def signals(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_root: Path
+) -> Iterator[Mapping[Signal, Future[Ended]]]:
+    def work(case: Signal) -> Ended:
+        return signalled(case, tmp_path_factory.mktemp("signalled"), data_root)
+
+    with side_by_side(work, selected(request, "launcher", "number", "target"), 2) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "target", "status"),
+    [
+        # The launcher's own status at a signal to it is not ours to say: mpirun gives 1.
+        ("horovodrun", signal.SIGTERM, "rank 1", 143),
+        ("horovodrun", signal.SIGHUP, "rank 1", 129),
+        ("mpirun", signal.SIGTERM, "launcher", None),
+        ("mpirun", signal.SIGUSR1, "launcher", 75),
+        ("horovodrun", signal.SIGINT, "terminal", None),
+    ],
+)
+@needs_horovod
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_signal_ends_all_ranks_after_a_checkpoint(
+    signals: Mapping[Signal, Future[Ended]], launcher: str, number: int, target: str, status: int | None
+) -> None:
+    returned, text, files = signals[launcher, number, target].result()
     assert returned == (status if status is not None else returned)
     assert returned != 0
-    text = log.read_text()
     stopped = re.search(r"stopped by (\w+) at step (\d+)", text)
     assert stopped, text
     step = int(stopped[2])
     assert step > 0
-    names = sorted(file.name for file in (tmp_path / "checkpoints").iterdir())
-    endings = (".json", ".pt", ".rank-0.pt", ".rank-1.pt")
-    assert names == [f"step-{step:09d}{end}" for end in endings]
+    assert files == [f"step-{step:09d}{end}" for end in (".json", ".pt", ".rank-0.pt", ".rank-1.pt")]
 
 
 def wait_for(condition: Any, seconds: float, log: Path) -> None:

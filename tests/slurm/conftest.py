@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness.eager import PYTHONPATH
 from tests.launch.idx_files import write_idx
 from tests.slurm.cluster import Lab, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": PYTHONPATH,
     "VIRTUAL_ENV": sys.prefix,
     "HVA_HOME": str(ROOT),
     # Nodes with two cores each, on a machine that may have two in all.

@@ -67,32 +67,24 @@ def uninterrupted(lab: Lab) -> Job:
 
 
 @pytest.fixture(scope="module")
-def on_one_node(lab: Lab, uninterrupted: Job) -> dict[str, Job]:
-    """Beside another job, so that both cores have work. With srun, the sweep below does it."""
-    return {
-        launcher: submit(lab, *SHORT, options=ON_ONE, HVA_LAUNCHER=launcher)
-        for launcher in LAUNCHERS[1:]
-    }
-
-
-@pytest.fixture(scope="module")
-def interrupted(lab: Lab) -> dict[str, tuple[Job, dict[int, str]]]:
+def interrupted(lab: Lab, uninterrupted: Job) -> dict[str, tuple[Job, dict[int, str]]]:
     """The same run under each launcher, signalled as it would be before its time limit.
 
-    With each job, the processes that it had just before.
+    With each job, the processes that it had just before. One more gets SIGHUP.
     """
     jobs = {
         launcher: submit(lab, *LONG, options=ON_TWO, HVA_LAUNCHER=launcher, **SLOW)
         for launcher in LAUNCHERS
     }
+    jobs["SIGHUP"] = submit(lab, *SHORT, "--steps", "200", **SLOW)
     signalled: dict[str, tuple[Job, dict[int, str]]] = {}
 
     def signal_those_under_way() -> bool:
-        for launcher in jobs.keys() - signalled.keys():
-            job = jobs[launcher]
+        for name in jobs.keys() - signalled.keys():
+            job = jobs[name]
             if re.search(r"step \d+/200", job.text()):
-                signalled[launcher] = job, job.processes()
-                job.signal("USR1")
+                signalled[name] = job, job.processes()
+                job.signal("HUP" if name == "SIGHUP" else "USR1")
             elif job.state not in ACTIVE:
                 raise LabError(f"it ended before it was signalled: {job.explain()}")
         return len(signalled) == len(jobs)
@@ -100,10 +92,31 @@ def interrupted(lab: Lab) -> dict[str, tuple[Job, dict[int, str]]]:
     def explain() -> str:
         return "\n".join(job.explain() for job in jobs.values())
 
-    wait_until(signal_those_under_way, 240, explain)
+    wait_until(signal_those_under_way, 300, explain)
     return signalled
 
 
+@pytest.fixture(scope="module")
+def on_one_node(lab: Lab, interrupted: dict[str, tuple[Job, dict[int, str]]]) -> dict[str, Job]:
+    """While the jobs that were signalled wait to start again. With srun, the sweep below does it."""
+    return {
+        launcher: submit(lab, *SHORT, options=ON_ONE, HVA_LAUNCHER=launcher)
+        for launcher in LAUNCHERS[1:]
+    }
+
+
+@pytest.fixture(scope="module")
+def without_scripts(lab: Lab, on_one_node: dict[str, Job]) -> Job:
+    """As a user without launch/slurm: srun is all that starts the ranks."""
+    batch = lab.folder / "plain.sbatch"
+    batch.write_text('#!/bin/sh\nexec srun --mpi=pmix --kill-on-bad-exit=1 "$@"\n')
+    return lab.submit(
+        batch, *HVA, "run", "--compression", "qsgd:bits=4", "--", sys.executable,
+        str(UNCHANGED / "mnist.py"), "--epochs", "3", options=ON_TWO,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("without_scripts")
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
 def test_training_ends_on_one_node(on_one_node: dict[str, Job], launcher: str) -> None:
     assert_done(on_one_node[launcher])
@@ -155,10 +168,10 @@ def test_a_job_signalled_before_its_limit_ends_like_one_that_was_not(
     wait_until(lambda: not job.processes(), 20, lambda: f"left over: {job.processes()}")
 
 
-def test_a_job_whose_script_gets_sighup_saves_and_does_not_continue_by_itself(lab: Lab) -> None:
-    job = submit(lab, *SHORT, "--steps", "200", **SLOW)
-    job.wait_for(r"step \d+/200", 240)
-    job.signal("HUP")
+def test_a_job_whose_script_gets_sighup_saves_and_does_not_continue_by_itself(
+    interrupted: dict[str, tuple[Job, dict[int, str]]],
+) -> None:
+    job, _ = interrupted["SIGHUP"]
     # As where the terminal of a script started by hand is closed.
     assert job.wait() == ("FAILED", 129), job.explain()
     stopped = re.search(r"stopped by SIGHUP at step (\d+);", job.text())
@@ -181,16 +194,9 @@ def same(one: Any, other: Any) -> bool:
 # ------------------------------------------------------------------------------------ without scripts
 
 
-def test_srun_starts_hva_run_with_an_unchanged_script_on_two_nodes(lab: Lab) -> None:
-    """As a user without launch/slurm: srun is all that starts the ranks."""
-    batch = lab.folder / "plain.sbatch"
-    batch.write_text('#!/bin/sh\nexec srun --mpi=pmix --kill-on-bad-exit=1 "$@"\n')
-    job = lab.submit(
-        batch, *HVA, "run", "--compression", "qsgd:bits=4", "--", sys.executable,
-        str(UNCHANGED / "mnist.py"), "--epochs", "3", options=ON_TWO,
-    )  # fmt: skip
-    assert_done(job)
-    text = job.text()
+def test_srun_starts_hva_run_with_an_unchanged_script_on_two_nodes(without_scripts: Job) -> None:
+    assert_done(without_scripts)
+    text = without_scripts.text()
     lines = re.findall(r"^hva run: .*", text, re.M)
     assert lines == ["hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression qsgd:bits=4"], (
         text
@@ -491,7 +497,15 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def mistaken(lab: Lab, repository: Path, path_without_mpirun: str) -> dict[str, Job]:
+def without_progress(lab: Lab) -> Job:
+    return submit(lab, "try later", HVA_SCRIPT=FAILING, HVA_MAX_RESTARTS_WITHOUT_PROGRESS="2")
+
+
+@pytest.fixture(scope="module")
+def mistaken(
+    lab: Lab, repository: Path, path_without_mpirun: str, without_progress: Job
+) -> dict[str, Job]:
+    """While the job before them waits to start again."""
     empty = lab.folder / "empty"
     shutil.copytree(ROOT / "launch", empty / "launch")
     places = {"empty": empty, "repository": repository, "without_mpirun": path_without_mpirun}
@@ -517,11 +531,6 @@ def test_a_job_that_cannot_succeed_fails_at_once_with_the_remedy(
     text = mistaken[name].text()
     assert mistake.said in text
     assert mistake.remedy in text[text.index(mistake.said) :]
-
-
-@pytest.fixture(scope="module")
-def without_progress(lab: Lab) -> Job:
-    return submit(lab, "try later", HVA_SCRIPT=FAILING, HVA_MAX_RESTARTS_WITHOUT_PROGRESS="2")
 
 
 def test_a_job_that_saves_nothing_is_not_requeued_forever(without_progress: Job) -> None:

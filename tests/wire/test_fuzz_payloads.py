@@ -1,8 +1,9 @@
-"""A hundred thousand damaged payloads; and whether the program that tries them finds faults."""
+"""Many damaged payloads; and whether the program that tries them finds faults."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from hvd_adaptive.compressors import REGISTRY
 from tests.wire import fuzz_payloads
 
 PROGRAM = Path(fuzz_payloads.__file__)
+CASES = int(os.environ.get("HVA_FUZZ_CASES", "30000"))
+"""The program's own default is 100,000, which take minutes."""
 PLANTED = """
 import ctypes, json, sys, torch
 from tests.wire.fuzz_payloads import Fuzzer, prepare, search
@@ -63,14 +66,14 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_damaged_payloads_are_refused_or_decode_to_numbers() -> None:
-    done = run(str(PROGRAM), "--cases", "100000")
+def test_damaged_payloads_are_refused_or_decode_to_numbers() -> None:
+    done = run(str(PROGRAM), "--cases", str(CASES))
     assert done.returncode == 0, done.stdout + done.stderr
     counts = re.search(r"(\d+) cases, (\d+) refused, (\d+) decoded", done.stdout)
     assert counts, done.stdout
     cases, refused, decoded = map(int, counts.groups())
-    assert cases == 100_000
-    assert min(refused, decoded) > 10_000
+    assert cases == CASES
+    assert min(refused, decoded) > CASES / 10
 
 
 def test_every_compressor_is_fuzzed() -> None:
