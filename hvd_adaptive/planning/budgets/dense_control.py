@@ -13,6 +13,8 @@ SLOWER = 1.02
 """From how many times the seconds of dense steps on a compressed one counts as slower."""
 FAR_SLOWER = 1.5
 """From how many times on a handful of steps are enough to say so."""
+SURELY_SLOWER = 1.2
+"""From how many times on it is no chance."""
 LEAST_GAP, MOST_GAP = 50, 3200
 """Steps from one control to the next: doubled each time compression turns out to be faster."""
 LEAST_PATIENCE, MOST_PATIENCE = 400, 12800
@@ -29,8 +31,9 @@ class DenseControl:
 
     Dense steps of another hour are a bad measure on a machine that others use, too: it may just be
     slower now. So compressed steps that take longer than dense ones once did are followed by some dense
-    ones, and only what these take counts. What a finding says about the model of a step is its
-    *correction*: the seconds of compressed steps over those that were foreseen.
+    ones, and only what these take counts. What findings say about the model of a step is its
+    *correction*: the seconds of compressed steps over those that were foreseen. Of a small difference
+    half counts, as a logarithm, and half of what was known: it may be chance.
 
     Example:
         >>> control = DenseControl()
@@ -40,7 +43,7 @@ class DenseControl:
         >>> control.conclude(dense=0.12, foreseen=0.1, step=80)
         'compressed steps took 130 ms, dense ones right after them 120 ms'
         >>> [round(control.correction(step, dense=0.12), 2) for step in (81, 480, 880)]
-        [1.3, 1.14, 1.07]
+        [1.14, 1.07, 1.03]
         >>> control.correction(81, dense=0.03)  # steps of another kind
         1.0
     """
@@ -97,8 +100,10 @@ class DenseControl:
         if self.compressed is None:
             raise ValueError("conclude comes after begin")
         compressed, self.compressed = self.compressed, None
-        self._correction = min(max(compressed / max(foreseen, 1e-9), CORRECTIONS[0]), CORRECTIONS[1])
-        self._dense = dense
+        found = min(max(compressed / max(foreseen, 1e-9), CORRECTIONS[0]), CORRECTIONS[1])
+        if compressed < SURELY_SLOWER * dense:
+            found = math.sqrt(self.correction(step, dense) * found)
+        self._correction, self._dense = found, dense
         if compressed < dense:
             self.gap = min(2 * self.gap, MOST_GAP)
         elif self._found:
