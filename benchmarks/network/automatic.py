@@ -27,8 +27,9 @@ DENSE = ("stock none", "stock fp16")
 FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25,values=int8 auto")
 METHODS = (*DENSE, *FIXED, AUTO)
 BLOCKS, STEPS = 3, 5
-SHORT = {"resnet-fashion": 25, "mlp-digits": 25}
-"""Steps of a turn where they take tens of milliseconds: a turn of five would be noise."""
+SHORT = ("resnet-fashion", "mlp-digits")
+"""Their steps take tens of milliseconds: turns of five would be noise."""
+MORE_BLOCKS, MORE_STEPS = 8, 25
 SETTLE = 120
 """Steps of auto before its first turn: it measures, plans, compares and changes over."""
 SLOWER, NEAR, MOST = 1.02, 1.05, 0.9
@@ -55,11 +56,13 @@ CASES = {
 
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
     """Add each case's figures to ``cases``, by method."""
-    blocks, settle = (1, 3) if quick else (BLOCKS, SETTLE)
     for title in wanted:
-        case = CASES[title]
+        case, settle = CASES[title], 3 if quick else SETTLE
+        blocks, steps = (MORE_BLOCKS, MORE_STEPS) if case.preset in SHORT else (BLOCKS, STEPS)
+        if quick:
+            blocks, steps = 1, STEPS
         words = ["--preset", case.preset, "--blocks", str(blocks), "--plans-after", str(settle)]
-        words += ["--steps", str(STEPS if quick else SHORT.get(case.preset, STEPS))]
+        words += ["--steps", str(steps)]
         taken = turns.take(case.hosts, case.rate, METHODS, words)
         found = {method: _summary(ranks) for method, ranks in taken.items()}
         command_line.keep(cases, title, found, rows, missed, out)
