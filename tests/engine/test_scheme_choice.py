@@ -206,7 +206,7 @@ def test_reducing_in_nodes_is_considered_where_its_costs_are_known(
         "tiny": "allgather",
     }
     text = "\n".join(group.plan.reasons)
-    assert "in a node: allgather 0.01 ms + 8e+04 Mbit/s, " in text
+    assert "in a node: allgather 0.01 ms + 80,000 Mbit/s, " in text
     assert "hierarchical (allgather " in text
     slow = replace(NODES_OF_4, layers=LayerCosts(4, ETHERNET, ETHERNET))
     group = chosen(monkeypatch, 8, slow, ranks_per_node=4)
