@@ -72,7 +72,7 @@ class TimeLimits(Limits):
         max_noise: limit of the sum of the chosen ``noises``.
         correction: measured over foreseen seconds of compressed steps, beside dense ones.
         drift: the same of all steps, as far as they have all become slower.
-        current: a compressed choice that is in force, and stays where others are hardly better.
+        current: the choice in force, which stays where others are hardly better.
         keep: a choice that is to stay, whatever would be faster; None is free to choose.
         only_dense: whether nothing may be compressed.
     """
@@ -99,8 +99,13 @@ class TimeLimits(Limits):
 
     @property
     def dense(self) -> Contender:
-        """The fastest dense one."""
-        return next(each for each in self.contenders if each.dense)
+        """The fastest dense one; the one in force, unless another saves :data:`LEAST_GAIN`."""
+        fastest, *others = (each for each in self.contenders if each.dense)
+        for each in others:
+            in_force = self.current is not None and (each.choice == self.current).all()
+            if in_force and fastest.seconds > (1 - LEAST_GAIN) * each.seconds:
+                return each
+        return fastest
 
     @functools.cached_property
     def best(self) -> Contender:
@@ -130,7 +135,8 @@ class TimeLimits(Limits):
             return ()
         delay, noise = self.weighed(self.current)
         fits = delay <= self.max_delay and noise <= self.max_noise
-        return (self.of(self.current),) if fits else ()
+        found = self.of(self.current)
+        return (found,) if fits and not found.dense else ()
 
     def loss(self, choice: Int64s) -> float:
         """What a choice uses of both limits."""

@@ -353,6 +353,22 @@ def test_a_plan_stays_where_others_are_hardly_better() -> None:
     assert (replace(limits, current=near).best.choice == near).all()
 
 
+def test_half_precision_and_single_do_not_take_turns_where_they_are_about_equal() -> None:
+    world = World(mbit=1e5).run(30)
+    world.planner.budget.inform(world.input())
+    limits = world.planner.budget.allow(world.table)
+    assert isinstance(limits, TimeLimits)
+    fp16, none = (np.full(world.layers, level) for level in (0, 1))
+    seconds = [limits.of(choice).seconds for choice in (fp16, none)]
+    assert abs(seconds[0] / seconds[1] - 1) < 0.02
+    for choice in (fp16, none):
+        assert (replace(limits, current=choice).best.choice == choice).all()
+    slow = World(mbit=200.0).run(5)
+    slow.planner.budget.inform(slow.input())
+    limits = replace(slow.planner.budget.allow(slow.table), only_dense=True)
+    assert (replace(limits, current=none).best.choice == fp16).all()  # which takes half as long
+
+
 def test_medians_of_two_windows_decide_and_not_a_single_step() -> None:
     score = ForecastScore()
     score.begin(0.1)

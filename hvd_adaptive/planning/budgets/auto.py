@@ -295,7 +295,7 @@ class AutoBudget(Budget):
             limits,
             keep=current.choice if self._remeasure else None,
             only_dense=self._guard.wants_dense or self._control.on,
-            current=current.choice if self._compresses else None,
+            current=self._levels,
             reference=current.choice,
         )
         return self._limits
