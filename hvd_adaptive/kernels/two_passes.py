@@ -23,11 +23,11 @@ def sum_and_compress(
     offsets: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
     values: ValueFormat,
-    keeps: bool,
-    reserve: int,
-    rule: SelectionRule,
-    thresholds: npt.NDArray[np.float32] | None,
-    whole: bool,
+    keeps: bool = True,
+    reserve: int = 0,
+    rule: SelectionRule = SelectionRule.topk,
+    thresholds: npt.NDArray[np.float32] | None = None,
+    whole: bool = False,
 ) -> tuple[Tensor, npt.NDArray[np.uint8]]:
     """:meth:`~hvd_adaptive.kernels.base.SparseKernels.reduce_` in two passes.
 
@@ -44,6 +44,15 @@ def sum_and_compress(
         rule: as there.
         thresholds: as there.
         whole: as there.
+
+    Example:
+        >>> from hvd_adaptive.kernels.reference.sparse import compress_, decompress_add_, reduce_
+        >>> x, one_layer, count = torch.tensor([1.0, -4.0, 4.0, 0.5]), np.array([0, 4]), np.array([1])
+        >>> body, _ = compress_(x.clone(), one_layer, count, ValueFormat.fp32)
+        >>> both, marks = reduce_([body, body], x, one_layer, count, ValueFormat.fp32)
+        >>> out = torch.zeros(4)
+        >>> decompress_add_(both, [out], 1.0).tolist(), out.tolist(), x.tolist()
+        ([0], [0.0, -12.0, 0.0, 0.0], [1.0, 0.0, 4.0, 0.5])
     """
     sums = torch.empty_like(x) if keeps else x
     totals = [sums[start:end] for start, end in itertools.pairwise(np.asarray(offsets).tolist())]

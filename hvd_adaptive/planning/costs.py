@@ -317,7 +317,7 @@ class OnlineCosts:
         squares, weight = self._moments[-1, -1], self._moments[0, 0]
         unexplained = squares - 2 * solution @ moment + solution @ gram @ solution
         variance = squares - self._moments[0, -1] ** 2 / weight
-        # weights below 1 would count for less than they are: so these errors are rather too large
+        # faded steps count for less than they are: so these errors are rather too large
         return _costs(gram, solution, max(0.0, float(unexplained)), max(0.0, float(variance)), even)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hvd_adaptive.planning.least_time import LEAST_GAIN, Contender, TimeLimits
 
-__all__ = ["explain"]
+__all__ = ["explain", "in_ms"]
 
 
 def explain(
@@ -34,8 +34,9 @@ def explain(
         return (*_why_dense(limits, chosen, left), bounds)
     dense = limits.dense
     first = (
-        f"auto: {_shares(limits, chosen)}; a step of {_ms(chosen.seconds)} is foreseen, of which "
-        f"{_ms(chosen.parts.exposed)} exposed communication; dense ({dense.name}) {_ms(dense.seconds)}"
+        f"auto: {_shares(limits, chosen)}; a step of {in_ms(chosen.seconds)} is foreseen, of which "
+        f"{in_ms(chosen.parts.exposed)} exposed communication; "
+        f"dense ({dense.name}) {in_ms(dense.seconds)}"
     )
     return first, bounds, _second(limits, chosen)
 
@@ -52,7 +53,7 @@ def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple
     exposed = chosen.parts.exposed / max(chosen.seconds, 1e-12)
     first = (
         f"auto: left dense ({chosen.name}): exposed communication is {_percent(exposed)} of a step of "
-        f"{_ms(chosen.seconds)}"
+        f"{in_ms(chosen.seconds)}"
     )
     if limits.only_dense:
         return (f"{first}; dense steps are a control window for the loss",)
@@ -79,9 +80,9 @@ def _second(limits: TimeLimits, chosen: Contender) -> str:
         more = limits.loss(others[0].choice) > limits.loss(chosen.choice)
         why = "it loses more" if more else "that is too little for another plan"
         faster = f"{_percent(-slower)} faster, but {why}"
-        return f"second: {others[0].name}, {_ms(others[0].seconds)}, {faster}"
+        return f"second: {others[0].name}, {in_ms(others[0].seconds)}, {faster}"
     gap = f"; a better plan could save {_percent(chosen.gap)} of what layers cost" if chosen.gap else ""
-    return f"second: {others[0].name}, {_ms(others[0].seconds)}, {_percent(slower)} slower{gap}"
+    return f"second: {others[0].name}, {in_ms(others[0].seconds)}, {_percent(slower)} slower{gap}"
 
 
 def _shares(limits: TimeLimits, chosen: Contender) -> str:
@@ -100,5 +101,11 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
+    """As text.
+
+    Example:
+        >>> in_ms(0.1234)
+        '123 ms'
+    """
     return f"{1e3 * seconds:.3g} ms"

@@ -94,7 +94,11 @@ class TimeLimits(Limits):
         found = self.denses()
         if not self.only_dense:
             found += self._compressed(min(found, key=lambda each: each.seconds))
-            found += [each for each in self._in_force if not any(_same(each, other) for other in found)]
+            found += [
+                each
+                for each in self._in_force
+                if not any(_same(each.choice, other.choice) for other in found)
+            ]
         return tuple(sorted(found, key=lambda each: each.seconds))
 
     @property
@@ -102,7 +106,7 @@ class TimeLimits(Limits):
         """The fastest dense one; the one in force, unless another saves :data:`LEAST_GAIN`."""
         fastest, *others = (each for each in self.contenders if each.dense)
         for each in others:
-            in_force = self.current is not None and (each.choice == self.current).all()
+            in_force = self.current is not None and _same(each.choice, self.current)
             if in_force and fastest.seconds > (1 - LEAST_GAIN) * each.seconds:
                 return each
         return fastest
@@ -122,7 +126,7 @@ class TimeLimits(Limits):
         able = [each for each in self.contenders if each.seconds < bound and not each.dense]
         best = min(able, key=lambda each: self.loss(each.choice), default=dense)
         for own in self._in_force:
-            if any(_same(own, each) for each in able):
+            if any(_same(own.choice, each.choice) for each in able):
                 return own if self.loss(own.choice) <= AS_GOOD * self.loss(best.choice) else best
             if best.dense and own.seconds < dense.seconds:
                 return own
@@ -246,8 +250,8 @@ class TimeLimits(Limits):
             yield replace(self.of(choice), gap=found.gap)
 
 
-def _same(one: Contender, other: Contender) -> bool:
-    return bool((one.choice == other.choice).all())
+def _same(one: Int64s, other: Int64s) -> bool:
+    return bool((one == other).all())
 
 
 def _picked(rows: Sequence[Float64s], choice: Int64s) -> Float64s:

@@ -192,6 +192,25 @@ def _energy(builder: Any, values: Any) -> Any:
     return builder.extract_element(squares, ir.Constant(_I32, 0))
 
 
+def _summed(builder: Any, args: Any, add: bool) -> tuple[Any, Any, Any]:
+    """A pointer to the 64 float32 at an address, and these; as ``add``, also after adding 64 others."""
+    floats = ir.VectorType(ir.FloatType(), LANES)
+    pointer = builder.inttoptr(args[0], floats.as_pointer())
+    before = values = builder.load(pointer, align=4)
+    if add:
+        others = builder.inttoptr(args[1], floats.as_pointer())
+        values = builder.fadd(values, builder.load(others, align=4))
+    return pointer, before, values
+
+
+def _reaching(builder: Any, values: Any, number: Any) -> Any:
+    """A word whose bit ``i`` says whether magnitude ``i`` of 64 float32 has at least these bits."""
+    words = ir.VectorType(_I32, LANES)
+    bits = builder.bitcast(values, words)
+    magnitudes = builder.and_(bits, ir.Constant(words, [0x7FFFFFFF] * LANES))
+    return builder.bitcast(builder.icmp_signed(">=", magnitudes, _spread(builder, number, words)), _I64)
+
+
 def _observe_all(add: bool) -> Any:
     """An intrinsic that looks at the 64 float32 at an address; as ``add``, after adding 64 others.
 
@@ -203,21 +222,13 @@ def _observe_all(add: bool) -> Any:
         del typingctx, address, other, number
 
         def codegen(context, builder, signature, args):
-            floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
-            pointer = builder.inttoptr(args[0], floats.as_pointer())
-            values = builder.load(pointer, align=4)
-            if add:
-                others = builder.inttoptr(args[1], floats.as_pointer())
-                values = builder.fadd(values, builder.load(others, align=4))
+            pointer, _, values = _summed(builder, args, add)
             energy = _energy(builder, values)
             if add:
                 limit = ir.Constant(ir.DoubleType(), float("inf"))
                 with builder.if_then(builder.fcmp_ordered("<", energy, limit), likely=True):
                     builder.store(values, pointer, align=4)
-            bits = builder.bitcast(values, words)
-            magnitudes = builder.and_(bits, ir.Constant(words, [0x7FFFFFFF] * LANES))
-            hits = builder.icmp_signed(">=", magnitudes, _spread(builder, args[2], words))
-            found = builder.bitcast(hits, _I64)
+            found = _reaching(builder, values, args[2])
             return context.make_tuple(builder, signature.return_type, [found, energy])
 
         returned = types.Tuple((types.uint64, types.float64))
@@ -236,23 +247,17 @@ def _check_all(add: bool) -> Any:
         del typingctx, address, other, number
 
         def codegen(context, builder, signature, args):
-            floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
-            pointer = builder.inttoptr(args[0], floats.as_pointer())
-            before = values = builder.load(pointer, align=4)
+            pointer, before, values = _summed(builder, args, add)
+            wrong = _reaching(builder, values, ir.Constant(_I32, INF))
+            finite = builder.icmp_unsigned("==", wrong, ir.Constant(_I64, 0))
             if add:
-                others = builder.inttoptr(args[1], floats.as_pointer())
-                values = builder.fadd(values, builder.load(others, align=4))
-            bits = builder.bitcast(values, words)
-            magnitudes = builder.and_(bits, ir.Constant(words, [0x7FFFFFFF] * LANES))
-            wrong = builder.icmp_signed(">=", magnitudes, ir.Constant(words, [INF] * LANES))
-            finite = builder.icmp_unsigned("==", builder.bitcast(wrong, _I64), ir.Constant(_I64, 0))
-            if add:
-                changed = builder.icmp_unsigned("!=", bits, builder.bitcast(before, words))
+                words = ir.VectorType(_I32, LANES)
+                bits = [builder.bitcast(each, words) for each in (values, before)]
+                changed = builder.icmp_unsigned("!=", *bits)
                 some = builder.icmp_unsigned("!=", builder.bitcast(changed, _I64), ir.Constant(_I64, 0))
                 with builder.if_then(builder.and_(finite, some)):
                     builder.store(values, pointer, align=4)
-            hits = builder.icmp_signed(">=", magnitudes, _spread(builder, args[2], words))
-            found = builder.bitcast(hits, _I64)
+            found = _reaching(builder, values, args[2])
             return context.make_tuple(builder, signature.return_type, [found, finite])
 
         returned = types.Tuple((types.uint64, types.boolean))

@@ -320,19 +320,9 @@ def reduce_(
     row = 0 if whole else _most_values(edges, numels, how)
     if whole or row * len(bodies) > KEPT:
         return sum_and_compress(
-            decompress_sum_,
-            compress_,
-            bodies,
-            x,
-            offsets,
-            counts,
-            values,
-            keeps,
-            reserve,
-            rule,
-            thresholds,
-            whole,
-        )
+            decompress_sum_, compress_, bodies, x, offsets, counts, values,
+            keeps, reserve, rule, thresholds, whole,
+        )  # fmt: skip
     floors = check_thresholds(rule, thresholds, len(counts))
     decoded, stops, marks = _decode(edges, row, offsets, how)
     bound, candidates = kept_sizes(offsets.tobytes(), counts.tobytes(), how, int(rule))

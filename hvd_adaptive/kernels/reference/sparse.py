@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -339,42 +340,8 @@ def recompress_(
     return torch.cat(parts), stats
 
 
-def reduce_(
-    bodies: Sequence[Tensor],
-    x: Tensor,
-    offsets: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    values: ValueFormat,
-    keeps: bool = True,
-    reserve: int = 0,
-    rule: SelectionRule = SelectionRule.topk,
-    thresholds: npt.NDArray[np.float32] | None = None,
-    whole: bool = False,
-) -> tuple[Tensor, npt.NDArray[np.uint8]]:
-    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.reduce_`: in two passes.
-
-    Example:
-        >>> x, one_layer, count = torch.tensor([1.0, -4.0, 4.0, 0.5]), np.array([0, 4]), np.array([1])
-        >>> body, _ = compress_(x.clone(), one_layer, count, ValueFormat.fp32)
-        >>> both, marks = reduce_([body, body], x, one_layer, count, ValueFormat.fp32)
-        >>> out = torch.zeros(4)
-        >>> decompress_add_(both, [out], 1.0).tolist(), out.tolist(), x.tolist()
-        ([0], [0.0, -12.0, 0.0, 0.0], [1.0, 0.0, 4.0, 0.5])
-    """
-    return sum_and_compress(
-        decompress_sum_,
-        compress_,
-        bodies,
-        x,
-        offsets,
-        counts,
-        values,
-        keeps,
-        reserve,
-        rule,
-        thresholds,
-        whole,
-    )
+reduce_ = partial(sum_and_compress, decompress_sum_, compress_)
+"""See :meth:`hvd_adaptive.kernels.base.SparseKernels.reduce_`: in two passes."""
 
 
 def position_bits(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -360,33 +360,8 @@ def recompress_(
     return data, stats
 
 
-def reduce_(
-    bodies: Sequence[Tensor],
-    x: Tensor,
-    offsets: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    values: ValueFormat,
-    keeps: bool = True,
-    reserve: int = 0,
-    rule: SelectionRule = SelectionRule.topk,
-    thresholds: npt.NDArray[np.float32] | None = None,
-    whole: bool = False,
-) -> tuple[Tensor, npt.NDArray[np.uint8]]:
-    """See :meth:`hvd_adaptive.kernels.base.SparseKernels.reduce_`: in two passes."""
-    return sum_and_compress(
-        decompress_sum_,
-        compress_,
-        bodies,
-        x,
-        offsets,
-        counts,
-        values,
-        keeps,
-        reserve,
-        rule,
-        thresholds,
-        whole,
-    )
+reduce_ = functools.partial(sum_and_compress, decompress_sum_, compress_)
+"""See :meth:`hvd_adaptive.kernels.base.SparseKernels.reduce_`: in two passes."""
 
 
 def _positions_of(selection: Selection, segments: Segments, positions: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, Dens
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.dense_steps import DenseSteps
-from hvd_adaptive.planning.explanation import explain
+from hvd_adaptive.planning.explanation import explain, in_ms
 from hvd_adaptive.planning.gradient_signals import (
     METRICS,
     GradientSignals,
@@ -238,7 +238,7 @@ class AutoBudget(Budget):
         if not self._control.looks_slower(seconds, usual, self._step, share):
             return
         self._control.begin(seconds, self._levels.tolist())
-        self._notes = [f"a step took {_ms(seconds)}, dense steps {_ms(usual)}: dense steps follow"]
+        self._notes = [f"a step took {in_ms(seconds)}, dense steps {in_ms(usual)}: dense steps follow"]
 
     # --- granting ---------------------------------------------------------------------------------
 
@@ -265,8 +265,8 @@ class AutoBudget(Budget):
             self._remeasure = True  # a plan that was due anyway must not hide it
         if self._remeasure and score.median is not None and score.expected is not None:
             self._notes = [
-                f"a step took {_ms(score.median)}, {_ms(score.expected)} were foreseen: off by more "
-                f"than {100 * TOLERANCE:.0f} %, so the network is measured again"
+                f"a step took {in_ms(score.median)}, {in_ms(score.expected)} were foreseen: off by "
+                f"more than {100 * TOLERANCE:.0f} %, so the network is measured again"
             ]
         if self._guard.blames:
             self._caution *= 0.5
@@ -285,7 +285,6 @@ class AutoBudget(Budget):
             max_noise=bounds[1],
             correction=self._correction(facts.step),
             drift=self._drift,
-            only_dense=self._guard.wants_dense or self._control.on,
             reference=np.zeros(len(table.names), np.int64),
         )
         current = self._current(limits)
@@ -548,10 +547,6 @@ def _fills_up(signals: GradientSignals, layer: int) -> Any:
     """Which candidates send fewer elements of a sparse gradient than arrive in a step."""
     density, nonzero = signals.densities[layer], float(signals.nonzero[layer])
     return (density < 1) & (density < nonzero) & (nonzero < SPARSE)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 def _int64s(values: Any) -> Int64s | None:

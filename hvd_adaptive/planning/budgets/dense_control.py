@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvd_adaptive.planning.explanation import in_ms
+
 __all__ = ["DenseControl"]
 
 SLOWER = 1.02
@@ -109,10 +111,7 @@ class DenseControl:
         elif self._found:
             self.patience = min(2 * self.patience, MOST_PATIENCE)
         self._found, self._next = step, step + self.gap
-        return (
-            f"compressed steps took {1e3 * compressed:.3g} ms, dense ones right after them "
-            f"{1e3 * dense:.3g} ms"
-        )
+        return f"compressed steps took {in_ms(compressed)}, dense ones right after them {in_ms(dense)}"
 
     def correction(self, step: int, dense: float) -> float:
         """Seconds of compressed steps over foreseen ones: 1 where nothing is known, or another thing.
