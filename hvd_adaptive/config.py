@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -177,8 +178,20 @@ class CompressionConfig:
                 return compressor
         small = len(layer.shape) <= 1 or layer.numel < SMALL_NUMEL
         if small and not isinstance(self.compressor, CastCompressor):
-            return NoCompression()
+            return self.of_small_layers
         return self.compressor
+
+    @cached_property
+    def of_small_layers(self) -> CastCompressor:
+        """What layers do that are too small to be compressed: they are sent dense.
+
+        Where others are sent as a planner starts they do the same, in one operation with these: what
+        an operation costs by itself is more than their bytes do.
+        """
+        planned = [compressor for compressor, _ in self.planned.values()]
+        if self.start is None or (planned and self.start not in planned):
+            return NoCompression()
+        return self.start
 
     def scheme_of(self, layer: Layer) -> str:
         """The scheme of what one layer's compressor encodes, as text."""

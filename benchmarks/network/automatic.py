@@ -70,10 +70,12 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 def _summary(ranks: turns.Turns) -> dict[str, Any]:
     """The steps of each block, and what was said of the last plan."""
-    said = [line for line in ranks[0][-1]["reasons"] if line.startswith("auto:")]
+    said = ranks[0][-1]["reasons"]
+    lines = {start: [line for line in said if line.startswith(start)] for start in ("auto:", "limits")}
     return {
         "blocks": turns.rounded(turns.block_steps(ranks)),
-        "reason": said[-1] if said else "",
+        "reason": "".join(lines["auto:"][-1:]),
+        "limits": "".join(lines["limits"][-1:]),
     }
 
 

@@ -51,7 +51,9 @@ def bucket_times() -> str:
         "L-GreCo by time",
         "Models whose backward pass hides the first buckets, on hosts with slow links, one rank each, "
         "all on 2 cores; one level for all layers, `lgreco`, and `lgreco-time` after its trials, in "
-        f"turn in one job; the slowest rank's median step. {source('bucket_times', figures)}",
+        "turn in one job; the slowest rank's median step. *On a device*: the backward pass waits as "
+        "for an accelerator, and the core is free meanwhile; else it computes or communicates. "
+        f"{source('bucket_times', figures)}",
         (
             "lgreco-time and lgreco",
             "Is a step faster where plans spare the buckets that training waits for?",

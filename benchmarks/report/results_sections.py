@@ -623,10 +623,20 @@ def priority() -> str:
 
 def schemes() -> str:
     """Steps by allgather, in two shots and as auto chooses."""
-    from benchmarks.network.schemes import HALF_AT, STOCK, rows, step
+    from benchmarks.network.schemes import (
+        AUTO,
+        COMPRESSORS,
+        HALF_AT,
+        STOCK,
+        auto_share,
+        rows,
+        step,
+    )
 
     figures = load("schemes")
     cases = figures["cases"]
+    shares = [auto_share(*case, each) for case in cases.items() for each in COMPRESSORS]
+    near = sum(each <= AUTO for each in shares)
     quantized = {
         name: step(cases[HALF_AT], f"qsgd:bits=4 {name}") for name in ("allgather", "two_shot")
     }
@@ -640,7 +650,9 @@ def schemes() -> str:
             "allgather, two_shot and auto",
             "From how many ranks on are two shots faster, and does `auto` choose the better scheme?",
             f"On {HALF_AT} links a step of 4-bit `qsgd` takes {quantized['two_shot'] / stock:.2f} of "
-            f"stock fp16's in two shots, {quantized['allgather'] / stock:.2f} by allgather.",
+            f"stock fp16's in two shots, {quantized['allgather'] / stock:.2f} by allgather. `auto` "
+            f"takes at most {AUTO} of the faster scheme's step in {near} of {len(shares)} cases, at "
+            f"worst {max(shares):.2f}.",
             of_rows(rows(cases)),
         ),
         end=missed(figures),

@@ -27,11 +27,14 @@ from torch import nn
 
 import hvd_adaptive as hva
 from benchmarks.workers.presets import Batch, Preset, prepare
+from benchmarks.workers.slow_backward import wait_for_device
 from hvd_adaptive.comm.startup import NICENESS
 from launch.training import loop
 
 SETTLE = 3
 """Steps before a method's first turn: the first learns the order, the others warm up."""
+TRIED_AFTER = 26
+"""The same where a scheme is chosen: three are tried in these."""
 AGAIN = 1
 """Steps of every other turn that are not counted."""
 
@@ -45,15 +48,22 @@ def received_bytes() -> int:
     )
 
 
-def plans(method: str) -> bool:
-    """Whether something is planned or tried in a method, and changes what its first steps do.
+def settle_steps(method: str, planned: int) -> int:
+    """Steps before a method's first turn, in which nothing may be planned or tried any more.
+
+    Args:
+        method: its name.
+        planned: how many they are where a planner decides; the most otherwise.
 
     Example:
-        >>> [plans(method) for method in ("auto", "qsgd auto", "qsgd two_shot", "qsgd two_shot lgreco")]
-        [True, True, False, True]
+        >>> names = ("auto", "qsgd auto", "qsgd two_shot", "qsgd two_shot lgreco")
+        >>> [settle_steps(name, 120) for name in names]
+        [120, 26, 3, 120]
     """
     words = method.split()
-    return "auto" in words or len(words) > 2
+    if words[0] == "auto" or len(words) > 2:
+        return planned
+    return min(TRIED_AFTER, planned) if "auto" in words else SETTLE
 
 
 def build(
@@ -80,6 +90,7 @@ class Contestant:
         batches: the same for all methods, again and again.
         settle: steps before its first turn.
         bucket_cap_mb: as of :func:`build`.
+        device: seconds of a backward pass in which the core waits for a device.
     """
 
     def __init__(
@@ -89,9 +100,12 @@ class Contestant:
         batches: Sequence[Batch],
         settle: int,
         bucket_cap_mb: float | None,
+        device: float,
     ) -> None:
         self._preset, self._settle = preset, settle
         self._model = copy.deepcopy(preset.model)
+        if device:
+            wait_for_device(self._model, device)
         rule = loop.make_update_rule(preset.options, self._model)
         self._optimizer = build(method, rule, self._model, bucket_cap_mb)
         self._batches: Iterator[Batch] = itertools.cycle(batches)
@@ -125,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=2, help="turns of each method (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="counted in each (%(default)s)")
     parser.add_argument(
-        "--plans-after", type=int, default=60,
-        help="steps before the first turn of a method that plans or tries (%(default)s)",
+        "--plans-after", type=int, default=120,
+        help="steps before the first turn of a method that plans (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--training",
@@ -135,6 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="further options of launch/train.py, in one word",
     )
     parser.add_argument("--bucket-cap-mb", type=float, help="of this package's optimizers")
+    parser.add_argument(
+        "--device", type=float, default=0.0, metavar="SECONDS",
+        help="in which a backward pass waits, as for an accelerator (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--niceness", type=int, default=NICENESS, help="of init() (%(default)s)")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("methods", nargs="+")
@@ -142,11 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     hva.init(niceness=options.niceness, hierarchical=True)
     preset = prepare(["--preset", options.preset, *shlex.split(options.training)])
-    settle = {each: options.plans_after if plans(each) else SETTLE for each in options.methods}
+    settle = {each: settle_steps(each, options.plans_after) for each in options.methods}
     # a planner must not see a few batches that have been learned by heart
     batches = list(itertools.islice(preset.forever(), max(settle.values()) + options.steps))
     contestants = {
-        method: Contestant(method, preset, batches, steps, options.bucket_cap_mb)
+        method: Contestant(method, preset, batches, steps, options.bucket_cap_mb, options.device)
         for method, steps in settle.items()
     }
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in contestants}

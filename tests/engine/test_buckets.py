@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -77,6 +79,31 @@ def test_biases_and_small_tensors_are_sent_dense_unless_an_override_names_them()
     named = choice("topk", {"layer0": "topk:density=0.5"})
     assert named.compressor_of(layers[0]) == parse("topk:density=0.5")
     assert [choice("fp16").compressor_of(layer).name for layer in layers] == ["fp16"] * 3
+
+
+@pytest.mark.parametrize(
+    ("planned", "small", "buckets"),
+    [
+        ((), "fp16", 1),
+        (("fp16", "fp16"), "fp16", 1),
+        (("none", "none"), "none", 1),
+        (("fp16", "topk"), "fp16", 2),
+        (("topk", "topk"), "none", 2),
+    ],
+)
+def test_small_layers_go_with_those_that_a_planner_sends_in_half_precision(
+    planned: tuple[str, ...], small: str, buckets: int
+) -> None:
+    layers = layers_of((4096,), (32, 32), (64, 64))
+    plans = {layer.name: parse(spec) for layer, spec in zip(layers[1:], planned, strict=False)}
+    config = replace(
+        choice("topk"),
+        start=parse("fp16"),
+        planned={name: (each, each.level) for name, each in plans.items()},
+    )
+    routes = routes_of(config, layers, frozenset())
+    assert routes["layer0"].compressor == parse(small)
+    assert len(build_buckets(layers, routes, 100 * MIB)) == buckets
 
 
 def test_the_first_override_that_matches_counts() -> None:
