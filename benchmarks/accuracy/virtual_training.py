@@ -120,6 +120,7 @@ def main(arguments: list[str]) -> int:
     if own.virtual_ranks < 1 or own.steps < 1:
         print("--virtual-ranks and --steps must be at least 1", file=sys.stderr)
         return 2
+    torch.set_num_threads(1)  # runs may train side by side
     hva.init()
     if hvd.size() > 1:
         print("start this program once, without horovodrun: its ranks are virtual", file=sys.stderr)

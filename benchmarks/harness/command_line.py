@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,29 @@ def keep(
     print(report.table(rows({title: found})), flush=True)
     if out is not None:
         report.write(out.stem, {**others, "cases": cases, "missed": missed(cases)}, out.parent)
+
+
+def side_by_side(
+    work: Callable[[str], Any], titles: Sequence[str], at_once: int
+) -> Iterator[tuple[str, Any]]:
+    """What ``work`` finds of each title, as they end; what has not begun is left out after an error.
+
+    Args:
+        work: starts a program, and waits for it.
+        titles: of what there is to do.
+        at_once: how many of them.
+
+    Example:
+        >>> sorted(side_by_side(len, ["a", "bbb", "cc"], at_once=2))
+        [('a', 1), ('bbb', 3), ('cc', 2)]
+    """
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        running = {pool.submit(work, title): title for title in titles}
+        for done in as_completed(running):
+            yield running[done], done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def cases(

@@ -686,7 +686,7 @@ def automatic() -> str:
 
 def long_runs() -> str:
     """Scores and bytes of runs that are long enough."""
-    from benchmarks.accuracy.long_runs import RANKS, SEEDS, outcomes, rows
+    from benchmarks.accuracy.long_runs import ABLATION, RANKS, SEEDS, outcomes, rows
 
     figures = load("long_runs")
     found = outcomes(figures["cases"])
@@ -695,6 +695,7 @@ def long_runs() -> str:
         for (model, method), each in found.items()
         if method.endswith("lgreco") and each.fewer is not None
     ]
+    of_metrics = [each for each in found if each[1] in ABLATION]
     planned = f" L-GreCo sends so many times fewer bytes than its reference: {', '.join(fewer)}."
     return section(
         "Accuracy of long runs",
@@ -705,6 +706,13 @@ def long_runs() -> str:
             "What do planners lose in runs that are long enough for error feedback, what do they save?",
             f"{len(figures['cases'])} runs were made.{planned if fewer else ''}",
             of_rows(rows(figures["cases"])),
+        ),
+        (
+            "What L-GreCo calls an error",
+            "Which measure of a layer's error keeps accuracy, and which saves bytes?",
+            f"{len(of_metrics)} variants were run, on one seed; *residual*: errors are of the gradient "
+            "with what waits. `lgreco` is `norm`.",
+            of_rows(rows(figures["cases"], ("topk", "lgreco", *ABLATION))),
         ),
         end=missed(figures),
     )

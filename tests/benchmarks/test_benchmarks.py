@@ -416,6 +416,7 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
         "resnet topk seed 2": run(0.88, [0, 100.0], [10, 2.0]),
         "resnet lgreco seed 1": run(0.86, [0, 100.0], [10, 2.0], [50, 1.0]),
         "resnet auto seed 3": run(0.50, [0, 1.0]),
+        "resnet lgreco squared seed 1": run(0.50, [0, 1.0]),
     }
     assert long_runs.all_bytes(cases["resnet lgreco seed 1"]) == 10 * 100 + 40 * 2 + 50 * 1
     found = long_runs.outcomes(cases)
@@ -429,10 +430,13 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
     assert [row[:3] for row in long_runs.rows(cases)[1:]] == [
         ["resnet", "dense", 2], ["resnet", "topk", 2], ["resnet", "lgreco", 1],
     ]  # fmt: skip
-    accuracy, fewer, left = long_runs.missed(cases)
+    assert [row[1:4] for row in long_runs.rows(cases, long_runs.ABLATION)[1:]] == [
+        ["lgreco squared", 1, "50.00 %"]
+    ]
+    accuracy, fewer, left = long_runs.missed(cases)  # metrics that are compared have no targets
     assert accuracy == "resnet, lgreco: loses 4.00, target 1"
     assert fewer == "resnet, lgreco: 1.04 times fewer bytes than topk, target 1.5"
-    assert left == f"{len(long_runs.CASES) - 6} of {len(long_runs.CASES)} runs are missing"
+    assert left == f"{len(long_runs.CASES) - 7} of {len(long_runs.CASES)} runs are missing"
 
 
 def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() -> None:
