@@ -24,7 +24,7 @@ from launch.training.options import PRESETS
 
 AUTO = "auto"
 DENSE = ("stock none", "stock fp16")
-FIXED = ("qsgd:bits=4 auto", "qsgd:bits=8 auto", "topk:density=0.25,values=int8 auto")
+FIXED = ("qsgdinf:bits=4 auto", "qsgdinf:bits=8 auto", "topk:density=0.25,values=int8 auto")
 METHODS = (*DENSE, *FIXED, AUTO)
 BLOCKS, STEPS = 3, 5
 SHORT = ("resnet-fashion", "mlp-digits")
@@ -69,14 +69,9 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 
 def _summary(ranks: turns.Turns) -> dict[str, Any]:
-    """The steps of each block, and what was said of the last plan."""
-    said = ranks[0][-1]["reasons"]
-    lines = {start: [line for line in said if line.startswith(start)] for start in ("auto:", "limits")}
-    return {
-        "blocks": turns.rounded(turns.block_steps(ranks)),
-        "reason": "".join(lines["auto:"][-1:]),
-        "limits": "".join(lines["limits"][-1:]),
-    }
+    """The steps of each block, and what ``auto`` says of its last plan."""
+    said = [line for line in ranks[0][-1]["reasons"] if line.startswith(("auto:", "limits", "second"))]
+    return {"blocks": turns.rounded(turns.block_steps(ranks)), "reasons": said}
 
 
 def shares(methods: dict[str, Any]) -> tuple[float, float]:
@@ -86,11 +81,11 @@ def shares(methods: dict[str, Any]) -> tuple[float, float]:
 
 def rows(cases: dict[str, Any]) -> list[list[object]]:
     """A table: one row a case."""
-    names = ("fp32", "fp16", "qsgd 4 bit", "qsgd 8 bit", "topk 25 %", "auto")
+    names = ("fp32", "fp16", "qsgdinf 4 bit", "qsgdinf 8 bit", "topk 25 %", "auto")
     found: list[list[object]] = [["case", *names, "of the best dense", "of the fastest", "chosen"]]
     for title, methods in cases.items():
         times = [f"{1e3 * step(methods, method):.0f} ms" for method in METHODS]
-        chosen = methods[AUTO]["reason"].removeprefix("auto: ").split(";")[0]
+        chosen = "".join(methods[AUTO]["reasons"][:1]).removeprefix("auto: ").split(";")[0]
         found.append([title, *times, *(f"{each:.2f}" for each in shares(methods)), chosen])
     return found
 

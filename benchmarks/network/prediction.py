@@ -35,8 +35,8 @@ CASES = {
 RATES = {"100mbit": 1e8, "200mbit": 2e8, "1gbit": 1e9}
 METHODS = {
     "fp16 allgather": ("fp16", 0.0, None),
-    "qsgd:bits=4 allgather": ("qsgd", 4.0, "allgather"),
-    "qsgd:bits=4 two_shot": ("qsgd", 4.0, "two_shot"),
+    "qsgdinf:bits=4 allgather": ("qsgdinf", 4.0, "allgather"),
+    "qsgdinf:bits=4 two_shot": ("qsgdinf", 4.0, "two_shot"),
     "topk:density=0.01,values=int8 allgather": ("topk:values=int8", 0.01, "allgather"),
     "topk:density=0.01,values=int8 two_shot": ("topk:values=int8", 0.01, "two_shot"),
 }

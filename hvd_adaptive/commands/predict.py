@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accuracy", choices=("strict", "balanced", "fast"), default="balanced",
         help="limits of auto (%(default)s)")  # fmt: skip
     add("--candidate", action="append", metavar="SPEC", default=[],
-        help="a compressor to predict in the place of topk and qsgd; may be repeated")  # fmt: skip
+        help="a compressor to predict in the place of topk and qsgdinf; may be repeated")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write what was measured and predicted")
     add(
         "--from",

@@ -37,7 +37,7 @@ def trace_of(mbit: float = 200.0, recipe: str = "auto", seconds: Any = None, **w
         "fp16": SummandCosts("fp16", 0.0, 0.0, "float16", dense=True),
         "none": SummandCosts("none", 0.0, 0.0, "float32", dense=True),
         made.topk: CodecCosts(1e-9, 2e-10, 2e-9),
-        "qsgd": CodecCosts(2e-9, 2e-10, 1e-9),
+        "qsgdinf": CodecCosts(2e-9, 2e-10, 1e-9),
     }
     link = LinkCosts(CYCLE, CYCLE, byte, byte)
     measured = MeasuredCosts(RANKS, link, sums, codecs, ("auto",), CAP)
@@ -91,7 +91,7 @@ def test_a_dense_step_that_hides_nothing_grows_as_a_ring_does() -> None:
 
 def test_an_allgather_loses_to_dense_where_two_shots_do_not() -> None:
     predictor = Predictor(trace_of(mbit=100.0))
-    quantizer = named(predictor, "qsgd")
+    quantizer = named(predictor, "qsgdinf")
     dense = named(predictor, "fp16")
     few = predictor.seconds(quantizer.choice, 4, "allgather")
     many = predictor.seconds(quantizer.choice, 64, "allgather")

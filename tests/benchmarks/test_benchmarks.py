@@ -444,7 +444,7 @@ def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() ->
         steps = dict.fromkeys(automatic.METHODS, fixed) | dict.fromkeys(automatic.DENSE, dense)
         steps[automatic.AUTO] = auto
         return {
-            method: {"blocks": [each / 1e3] * 3, "reason": "auto: qsgd on 3 layers; a step of 1 ms"}
+            method: {"blocks": [each / 1e3] * 3, "reasons": ["auto: qsgd on 3 layers; a step of 1 ms"]}
             for method, each in steps.items()
         }
 

@@ -32,10 +32,14 @@ def test_a_cluster_has_the_costs_that_are_stated() -> None:
     measured = cluster.measured().at(16)
     assert measured.link.allgather == pytest.approx(1e-3 + 4 * 1e-4)
     assert measured.link.allgather_byte == pytest.approx(seconds_of_byte(1e9))
-    assert measured.codecs["qsgd"].compress == pytest.approx(auto_grid.CODECS["qsgd"].compress / 4)
+    assert measured.codecs["qsgdinf"].compress == pytest.approx(
+        auto_grid.CODECS["qsgdinf"].compress / 4
+    )
     off = cluster.measured(2.0, 0.5)
     assert off.sums["float16"].link_byte == pytest.approx(2 * seconds_of_byte(1e9))
-    assert off.codecs["qsgd"].compress == pytest.approx(0.5 * auto_grid.CODECS["qsgd"].compress / 4)
+    assert off.codecs["qsgdinf"].compress == pytest.approx(
+        0.5 * auto_grid.CODECS["qsgdinf"].compress / 4
+    )
 
 
 def test_static_choices_keep_the_limits() -> None:

@@ -160,7 +160,7 @@ def test_a_file_is_predicted_from_for_other_ranks_and_links(
     assert heading.split() == ["ms", "per", "step", "4", "ranks", "64", "ranks"]
     methods = {line.split("  ")[0].rstrip("*") for line in shown.splitlines() if "(" in line}
     assert {"fp16 (dense)", "none (dense)", "auto"} <= methods
-    assert "  qsgd at " in shown
+    assert "  qsgdinf at " in shown
     assert "from 4 ranks on" in shown or "from 2 ranks on" in shown
     slow = json.loads(again.read_text())
     assert slow["auto"][0]["compresses"]

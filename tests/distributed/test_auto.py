@@ -68,7 +68,7 @@ def test_ranks_compress_alike_where_the_network_is_slow(slow: None) -> None:
     assert {row.compressor.partition(":")[0] for row in optimizer.plan} == {"fp16"}
     train(optimizer, model, range(40))
     plan = optimizer.plan
-    assert {row.compressor.partition(":")[0] for row in plan} & {"topk", "qsgd"}
+    assert {row.compressor.partition(":")[0] for row in plan} & {"topk", "qsgdinf"}
     assert plan.wire_bytes < plan.dense_bytes / 3
     assert any(reason.startswith("auto: ") for reason in plan.reasons)
     assert len(set(everyone((plan.digest, plan.reasons)))) == 1
@@ -99,7 +99,7 @@ def test_costs_are_measured_and_are_the_same_on_all_ranks() -> None:
     train(optimizer, model, range(30))
     costs = optimizer._reducer.controller.outlook.costs
     assert not costs.assumed
-    assert set(costs.compressors) == {"topk:values=int8", "qsgd", "fp16", "none"}
+    assert set(costs.compressors) == {"topk:values=int8", "qsgdinf", "fp16", "none"}
     lines = [line for row in costs.compressors.values() for line in row.schemes]
     assert all(line.latency > 0 and line.byte > 0 for line in lines)
     assert len({str(each) for each in everyone(costs.to_dict())}) == 1

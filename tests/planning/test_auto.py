@@ -57,7 +57,7 @@ class World:
         self.step = 0
         self.since = 0
         self.densities = np.concatenate([[1.0, 1.0], densities, np.ones(len(BITS))])
-        self.specs = ("fp16", "none", *[self.topk] * len(densities), *["qsgd"] * len(BITS))
+        self.specs = ("fp16", "none", *[self.topk] * len(densities), *["qsgdinf"] * len(BITS))
         sizes = np.concatenate([[2.0, 4.0], 3.2 * densities, BITS / 8]) * self.numel
         self.sizes = (sizes,) * self.layers
         self.energy = 1.0 + self.noisy
@@ -156,7 +156,7 @@ def test_it_starts_dense_and_compresses_where_that_is_faster() -> None:
     world = World().run(14)
     assert not world.decisions
     world.run(200)
-    assert world.used() & {"topk", "qsgd"}
+    assert world.used() & {"topk", "qsgdinf"}
     assert world.times[-1] < 0.9 * world.dense_seconds
     report = world.decisions[-1].report
     assert report["seconds"] == pytest.approx(world.times[-1], rel=0.05)
@@ -196,7 +196,7 @@ def test_limits_are_not_used_up_where_that_saves_next_to_nothing() -> None:
 
 
 def test_without_noise_of_their_own_gradients_get_no_noise() -> None:
-    assert "qsgd" not in World(noisy=0.0).run(300).used()
+    assert "qsgdinf" not in World(noisy=0.0).run(300).used()
 
 
 def test_stricter_presets_send_more() -> None:
@@ -294,13 +294,13 @@ def test_another_network_is_noticed_measured_and_planned_for_within_50_steps(
     before: float, after: float
 ) -> None:
     world = World(mbit=before).run(240)
-    compressed = bool(world.used() & {"topk", "qsgd"})
+    compressed = bool(world.used() & {"topk", "qsgdinf"})
     world.mbit = after
     switches, changed = len(world.switched), world.step
     world.run(50)
     assert len(world.switched) > switches
     assert world.switched[switches] <= changed + 50
-    assert bool(world.used() & {"topk", "qsgd"}) != compressed
+    assert bool(world.used() & {"topk", "qsgdinf"}) != compressed
     said = [reason for decision in world.decisions for reason in decision.reasons]
     assert any("were foreseen: off by more than 15 %" in reason for reason in said)
 
@@ -341,7 +341,7 @@ def test_a_plan_stays_where_others_are_hardly_better() -> None:
     limits = world.planner.budget.allow(world.table)
     assert isinstance(limits, TimeLimits)
     free = replace(limits, current=None)
-    slow = np.full(world.layers, world.specs.index("qsgd"))
+    slow = np.full(world.layers, world.specs.index("qsgdinf"))
     late = np.full(world.layers, world.specs.index("topk"))
     assert free.of(slow).seconds > 1.05 * free.best.seconds
     assert free.weighed(late)[0] > free.max_delay
@@ -416,7 +416,7 @@ def test_auto_steps_back_after_a_control_window_and_says_so() -> None:
         return 1.0 + (0.5 if compresses and step > 300 else 0.0) + 0.01 * (-1) ** step
 
     world = World(mbit=30.0).run(290, loss)
-    assert world.used() & {"topk", "qsgd"}
+    assert world.used() & {"topk", "qsgdinf"}
     limit = world.decisions[-1].report["max_noise"]
     world.run(110, loss)
     said = [reason for decision in world.decisions for reason in decision.reasons]

@@ -227,15 +227,14 @@ def store_bits(words, place, code, mask):
 
 @triton.jit
 def sum_sides(block_pieces, first_blocks, capacities, counts, values, sums):
-    """Of each block: the sums of both signs' magnitudes, and how many are negative; float64."""
+    """Of each block, empty ones too: the sums of both signs' magnitudes, and how many are negative."""
     block, piece, first, size = block_of(block_pieces, first_blocks, counts)
-    if size > 0:
-        i = tl.arange(0, BLOCK)
-        value = tl.load(values + tl.load(capacities + piece) + first + i, mask=i < size, other=0.0)
-        wide = value.to(tl.float64)
-        tl.store(sums + 3 * block, tl.sum(tl.where(wide > 0, wide, 0.0), 0))
-        tl.store(sums + 3 * block + 1, tl.sum(tl.where(wide < 0, -wide, 0.0), 0))
-        tl.store(sums + 3 * block + 2, tl.sum((wide < 0).to(tl.float64), 0))
+    i = tl.arange(0, BLOCK)
+    value = tl.load(values + tl.load(capacities + piece) + first + i, mask=i < size, other=0.0)
+    wide = value.to(tl.float64)
+    tl.store(sums + 3 * block, tl.sum(tl.where(wide > 0, wide, 0.0), 0))
+    tl.store(sums + 3 * block + 1, tl.sum(tl.where(wide < 0, -wide, 0.0), 0))
+    tl.store(sums + 3 * block + 2, tl.sum((wide < 0).to(tl.float64), 0))
 
 
 @triton.jit
