@@ -77,8 +77,11 @@ def _second(limits: TimeLimits, chosen: Contender) -> str:
     others = [each for each in limits.contenders if (each.choice != chosen.choice).any()]
     slower = others[0].seconds / chosen.seconds - 1
     if slower < 0:
-        more = limits.loss(others[0].choice) > limits.loss(chosen.choice)
-        why = "it loses more" if more else "that is too little for another plan"
+        if others[0].cautious > chosen.cautious:
+            why = "it counts on more overlap"
+        else:
+            more = limits.loss(others[0].choice) > limits.loss(chosen.choice)
+            why = "it loses more" if more else "that is too little for another plan"
         faster = f"{_percent(-slower)} faster, but {why}"
         return f"second: {others[0].name}, {in_ms(others[0].seconds)}, {faster}"
     gap = f"; a better plan could save {_percent(chosen.gap)} of what layers cost" if chosen.gap else ""

@@ -32,6 +32,10 @@ LEAST_GAIN = 0.02
 AS_FAST = 0.01
 """Share of a dense step's seconds that counts as no difference between two plans."""
 
+HIDDEN = 0.1
+"""What a second of communication that computing hides counts for between two plans, as it does for
+``lgreco-time``: overlap takes cores, too, and is never as good as foreseen."""
+
 AS_GOOD = 1.1
 """Times what a plan uses of the limits that count as no difference to one that uses less."""
 
@@ -58,6 +62,11 @@ class Contender:
     seconds: float
     dense: bool = False
     gap: float = 0.0
+
+    @property
+    def cautious(self) -> float:
+        """Its seconds, with something added for what is foreseen to be hidden."""
+        return self.seconds + HIDDEN * max(0.0, self.parts.network - self.parts.exposed)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,15 +124,16 @@ class TimeLimits(Limits):
     def best(self) -> Contender:
         """The fastest, if it saves :data:`LEAST_GAIN`; else the fastest dense one.
 
-        Of those that take next to no longer, the one that loses least. What is in force stays if it is
-        one of these and loses hardly more, or if no other one is left and dense would not be faster:
-        what is about equal must not change with every small change of what was measured.
+        Of those that take next to no longer, also if less is hidden than foreseen, the one that loses
+        least. What is in force stays if it is one of these and loses hardly more, or if no other one is
+        left and dense would not be faster: what is about equal must not change with every small change
+        of what was measured.
         """
         dense = self.dense
-        bound = min(
-            self.contenders[0].seconds + AS_FAST * dense.seconds, (1 - LEAST_GAIN) * dense.seconds
-        )
-        able = [each for each in self.contenders if each.seconds < bound and not each.dense]
+        enough = (1 - LEAST_GAIN) * dense.seconds
+        able = [each for each in self.contenders if each.seconds < enough and not each.dense]
+        bound = min((each.cautious for each in able), default=0.0) + AS_FAST * dense.seconds
+        able = [each for each in able if each.cautious < bound]
         best = min(able, key=lambda each: self.loss(each.choice), default=dense)
         for own in self._in_force:
             if any(_same(own.choice, each.choice) for each in able):

@@ -101,7 +101,10 @@ def step_facts(
 
 
 def costs_of(
-    mbit: float = 100.0, ranks: int = 4, compressors: tuple[str, ...] = ("topk", "qsgdinf"), **changed: Any
+    mbit: float = 100.0,
+    ranks: int = 4,
+    compressors: tuple[str, ...] = ("topk", "qsgdinf"),
+    **changed: Any,
 ) -> StepCosts:
     """Of dense gradients, summed, and of compressors whose payloads are gathered."""
     byte = 8e-6 / mbit

@@ -353,6 +353,29 @@ def test_a_plan_stays_where_others_are_hardly_better() -> None:
     assert (replace(limits, current=near).best.choice == near).all()
 
 
+def test_of_plans_that_are_as_fast_the_one_that_counts_on_less_overlap_is_chosen() -> None:
+    world = World(mbit=100.0).run(300)
+    world.planner.budget.inform(world.input())
+    limits = world.planner.budget.allow(world.table)
+    assert isinstance(limits, TimeLimits)
+    limits = replace(limits, current=None)
+    best, dense = limits.best, limits.dense
+    choice = best.choice.copy()
+    choice[3] = 0  # a layer in half precision: less is lost
+    parts = replace(best.parts, network=best.parts.exposed)
+    plan = replace(best, parts=parts)
+
+    def chosen(hidden: float) -> bool:
+        other = replace(plan, choice=choice, parts=replace(parts, network=parts.network + hidden))
+        given = replace(limits)
+        given.__dict__["contenders"] = (other, plan, dense)
+        return given.best is other
+
+    assert chosen(0.0)
+    assert chosen(0.09 * dense.seconds)
+    assert not chosen(0.11 * dense.seconds)
+
+
 def test_half_precision_and_single_do_not_take_turns_where_they_are_about_equal() -> None:
     world = World(mbit=1e5).run(30)
     world.planner.budget.inform(world.input())
