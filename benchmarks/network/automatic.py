@@ -32,6 +32,8 @@ SHORT = ("resnet-fashion", "mlp-digits")
 MORE_BLOCKS, MORE_STEPS = 8, 25
 SETTLE = 120
 """Steps of auto before its first turn: it measures, plans, compares and changes over."""
+OF_SCHEMES = ("bucket ", "network of ", "hierarchical ")
+"""How reasons begin that are not of ``auto``."""
 SLOWER, NEAR, MOST = 1.02, 1.05, 0.9
 """Targets: of auto to the best dense; to the fastest of all others, in this share of the cases."""
 
@@ -70,7 +72,7 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 def _summary(ranks: turns.Turns) -> dict[str, Any]:
     """The steps of each block, and what ``auto`` says of its last plan."""
-    said = [line for line in ranks[0][-1]["reasons"] if line.startswith(("auto:", "limits", "second"))]
+    said = [line for line in ranks[0][-1]["reasons"] if not line.startswith(OF_SCHEMES)]
     return {"blocks": turns.rounded(turns.block_steps(ranks)), "reasons": said}
 
 
