@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adaptive.planning import CandidateTable, Decision, PlanningInput, StepMeasurements, parse
+from hvd_adaptive.planning import (
+    Auto,
+    CandidateTable,
+    Decision,
+    PlanningInput,
+    StepMeasurements,
+    parse,
+)
 from hvd_adaptive.planning.budgets.auto import PRESETS
 from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
@@ -461,6 +468,23 @@ def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_se
         world.planner.plan(world.input())
         seconds.append(time.process_time() - started)
     assert min(seconds) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ("metric=l2", (0.02, 0.2)),
+        ("metric=relative", (0.01, 0.2)),  # of Adam and its kin
+        ("metric=relative,accuracy=fast", (0.025, 0.5)),
+        ("metric=relative,delay=0.03,noise=0.1", (0.03, 0.1)),
+    ],
+)
+def test_half_as_much_waits_with_an_optimizer_that_divides_by_second_moments(
+    options: str, limits: tuple[float, float]
+) -> None:
+    recipe = parse(f"auto:{options}")
+    assert isinstance(recipe, Auto)
+    assert recipe.limits == limits
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
 
 PRESETS = {"strict": (0.01, 0.05), "balanced": (0.02, 0.2), "fast": (0.05, 0.5)}
 """Largest delay and largest noise, by name."""
+ADAPTIVE = 0.5
+"""Share of the delay where the optimizer divides by second moments: it takes what waited, and is sent
+together, for noise."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Accuracy(BudgetOptions):
 
     Args:
         accuracy: ``strict``, ``balanced`` or ``fast``, which set both limits.
-        delay: limit in the place of the preset's, below 1; 0 takes the preset's.
+        delay: limit in the place of the preset's, below 1; 0 takes the preset's, or half of that with
+            ``metric=relative``.
         noise: likewise.
         total_steps: of the training run; 0 where that is not known, or is reported later.
         metric: what counts across layers: ``l2``, or ``relative`` to each layer's mean square; or
@@ -103,6 +107,8 @@ class Accuracy(BudgetOptions):
     def limits(self) -> tuple[float, float]:
         """Delay and noise."""
         delay, noise = PRESETS[self.accuracy]
+        if self.metric == "relative":
+            delay *= ADAPTIVE
         return self.delay or delay, self.noise or noise
 
     def budget(self, ranks: int = 1) -> Budget:
