@@ -342,11 +342,17 @@ def test_what_was_found_slower_is_tried_again_ever_more_seldom() -> None:
     assert (np.diff(begins)[1:] > 1.3 * np.diff(begins)[:-1]).all()
 
 
-def test_a_plan_stays_where_others_are_hardly_better() -> None:
-    world = World(mbit=100.0).run(300)
+def limits_of(world: World) -> TimeLimits:
+    """What a plan would be made within now."""
     world.planner.budget.inform(world.input())
     limits = world.planner.budget.allow(world.table)
     assert isinstance(limits, TimeLimits)
+    return limits
+
+
+def test_a_plan_stays_where_others_are_hardly_better() -> None:
+    world = World(mbit=100.0).run(300)
+    limits = limits_of(world)
     free = replace(limits, current=None)
     slow = np.full(world.layers, world.specs.index("qsgdinf"))
     late = np.full(world.layers, world.specs.index("topk"))
@@ -362,9 +368,7 @@ def test_a_plan_stays_where_others_are_hardly_better() -> None:
 
 def test_of_plans_that_are_as_fast_the_one_that_counts_on_less_overlap_is_chosen() -> None:
     world = World(mbit=100.0).run(300)
-    world.planner.budget.inform(world.input())
-    limits = world.planner.budget.allow(world.table)
-    assert isinstance(limits, TimeLimits)
+    limits = limits_of(world)
     limits = replace(limits, current=None)
     best, dense = limits.best, limits.dense
     choice = best.choice.copy()
@@ -385,17 +389,13 @@ def test_of_plans_that_are_as_fast_the_one_that_counts_on_less_overlap_is_chosen
 
 def test_half_precision_and_single_do_not_take_turns_where_they_are_about_equal() -> None:
     world = World(mbit=1e5).run(30)
-    world.planner.budget.inform(world.input())
-    limits = world.planner.budget.allow(world.table)
-    assert isinstance(limits, TimeLimits)
+    limits = limits_of(world)
     fp16, none = (np.full(world.layers, level) for level in (0, 1))
     seconds = [limits.of(choice).seconds for choice in (fp16, none)]
     assert abs(seconds[0] / seconds[1] - 1) < 0.02
     for choice in (fp16, none):
         assert (replace(limits, current=choice).best.choice == choice).all()
-    slow = World(mbit=200.0).run(5)
-    slow.planner.budget.inform(slow.input())
-    limits = replace(slow.planner.budget.allow(slow.table), only_dense=True)
+    limits = replace(limits_of(World(mbit=200.0).run(5)), only_dense=True)
     assert (replace(limits, current=none).best.choice == fp16).all()  # which takes half as long
 
 
