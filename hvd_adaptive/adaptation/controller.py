@@ -35,13 +35,8 @@ from hvd_adaptive.adaptation.messages import (
 from hvd_adaptive.adaptation.outlook import Outlook
 from hvd_adaptive.adaptation.preconditioning import SecondMoment
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
-from hvd_adaptive.adaptation.timing import (
-    CollectiveTiming,
-    local_measurements,
-    rank_times,
-    with_sync_seconds,
-    with_transfers_of,
-)
+from hvd_adaptive.adaptation.step_report import StepReport
+from hvd_adaptive.adaptation.timing import CollectiveTiming, local_measurements
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.comm.control_channel import Channel, Pending
@@ -123,10 +118,7 @@ class AdaptationController:
         self.idle = True
         """Whether this is the dense warm-up, in which nothing is decided."""
         self._loaded: Mapping[str, Any] | None = None
-        # the last step, and what completes it once all ranks have reported theirs
-        self._facts: (
-            tuple[StepMeasurements, list[Callable[[StepMeasurements], StepMeasurements]]] | None
-        ) = None
+        self._step = StepReport(planner.needs, channel, self._sampler, self._first)
         self._trigger: int | None = None
         self._averages: Pending | None = None
         self._table: Float64s | None = None
@@ -234,41 +226,29 @@ class AdaptationController:
         seconds = None if self._ended is None else now - self._ended
         self._ended = now
         self._forecast.step(step, seconds, timings)
-        self._finish_previous_step()
-        facts = local_measurements(step, seconds, learning_rate, timings, self._needs)
-        if np.isfinite(samples := self._meter.samples_per_step):
-            facts = replace(facts, samples=samples)
-        completions: list[Callable[[StepMeasurements], StepMeasurements]] = []
-        facts = self.outlook.added_to(facts)
-        if self._sampler.averages(step):
-            averages = self._channel.mean(self._sampler.step_vector(step))
-            factors = self._sampler.factors
-            completions.append(lambda facts: with_averages(facts, factors, averages()))
-        if Measurement.TRANSFERS in self._needs:
-            least = self._channel.least(rank_times(facts.compute_seconds, timings))
-            completions.append(partial(with_transfers_of, tuple(timings), least))
-        if Measurement.BUCKETS in self._needs:
-            span = np.array([np.inf if facts.sync_seconds is None else facts.sync_seconds])
-            fastest = self._channel.least(span)
-            completions.append(lambda facts: with_sync_seconds(facts, fastest()))
-        if self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND} and not self._decided:
-            facts = replace(facts, seconds=None)  # of a factor that nobody chose
-        self._facts = (replace(facts, factor=self._factor), completions)
+        self._report(step, seconds, learning_rate, timings)
         if self._averages is not None and self._trigger is not None and step > self._trigger:
             self._table, self._averages = self._averages(), None
         if self._first:
             self._guard(lambda: self._think(step))
 
-    def _finish_previous_step(self) -> None:
-        """Complete what is known of the step before this one; all ranks wait for each other's."""
-        if self._facts is None:
-            return
-        facts, completions = self._facts
-        self._facts = None
-        for complete in completions:
-            facts = complete(facts)
-        if self._first:
-            self._worker.add(facts)
+    def _report(
+        self,
+        step: int,
+        seconds: float | None,
+        learning_rate: float | None,
+        timings: Sequence[CollectiveTiming],
+    ) -> None:
+        """Have this step looked at, and let the planner learn from the one before."""
+        before = self._step.complete()
+        if before is not None and self._first:
+            self._worker.add(before)
+        if self._step.wanted:
+            facts = local_measurements(step, seconds, learning_rate, timings, self._needs)
+            facts = replace(self.outlook.added_to(facts), factor=self._factor)
+            if np.isfinite(samples := self._meter.samples_per_step):
+                facts = replace(facts, samples=samples)
+            self._step.begin(facts, timings, self._decided)
 
     def report_loss(self, loss: float) -> None:
         """The training loss of this step; that of the rank that plans counts."""
@@ -396,7 +376,7 @@ class AdaptationController:
         if message.report.get("measure_again"):
             self.outlook.price_again()
         self._forecast.begin(message.report, step)
-        _report(self._meter, message, step)
+        _write_report(self._meter, message, step)
         return self.assignments() if message.changed else None
 
     # --- state ------------------------------------------------------------------------------------
@@ -405,7 +385,8 @@ class AdaptationController:
         """Everything between two steps; what is under way is waited for. All ranks call it."""
         if self._loaded is not None:
             return copy.deepcopy(dict(self._loaded))  # nothing has happened since
-        self._finish_previous_step()
+        if (last := self._step.complete()) is not None and self._first:
+            self._worker.add(last)
         if self._averages is not None:
             self._table, self._averages = self._averages(), None
         if self._first and self._worker.planning:
@@ -467,7 +448,7 @@ class AdaptationController:
         self._sampler.restore(state["measured"])
 
 
-def _report(meter: Meter, message: DecisionMessage, step: int) -> None:
+def _write_report(meter: Meter, message: DecisionMessage, step: int) -> None:
     """Write a decision's figures and reasons."""
     for key, value in in_milliseconds(message.report).items():
         if np.isfinite(value):
