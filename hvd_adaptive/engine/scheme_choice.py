@@ -19,6 +19,7 @@ from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.engine.known_costs import KnownCosts
 from hvd_adaptive.engine.scheme_trial import SchemeTrial
 from hvd_adaptive.feedback import parse as parse_rule
+from hvd_adaptive.planning.explanation import in_ms
 
 CLOSE = 1.5
 """Schemes that are foreseen to take up to this much longer than the fastest are tried."""
@@ -139,7 +140,7 @@ class SchemeChoice:
 
 def _told(seconds: Mapping[str, float]) -> str:
     """Of each scheme."""
-    return ", ".join(f"{name} {1e3 * each:.3g} ms" for name, each in seconds.items())
+    return ", ".join(f"{name} {in_ms(each)}" for name, each in seconds.items())
 
 
 def _together(parts: Sequence[Workload]) -> Workload:

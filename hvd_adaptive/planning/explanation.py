@@ -105,10 +105,10 @@ def _percent(share: float) -> str:
 
 
 def in_ms(seconds: float) -> str:
-    """As text.
+    """As text, of three digits or all of its whole ones.
 
     Example:
-        >>> in_ms(0.1234)
-        '123 ms'
+        >>> in_ms(0.1234), in_ms(2.1234)
+        ('123 ms', '2,123 ms')
     """
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
