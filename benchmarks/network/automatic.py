@@ -30,6 +30,8 @@ BLOCKS, STEPS = 3, 5
 SHORT = ("resnet-fashion", "mlp-digits")
 """Their steps take tens of milliseconds: turns of five would be noise."""
 MORE_BLOCKS, MORE_STEPS = 8, 25
+LONG, SLOW, FEW_STEPS = ("lstm-sotu", "mlp-fashion"), ("200mbit", "100mbit"), 3
+"""Where a dense step takes seconds, a turn has fewer."""
 SETTLE = 120
 """Steps of auto before its first turn: it measures, plans, compares and changes over."""
 OF_SCHEMES = ("bucket ", "network of ", "hierarchical ")
@@ -60,14 +62,19 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
     """Add each case's figures to ``cases``, by method."""
     for title in wanted:
         case, settle = CASES[title], 3 if quick else SETTLE
-        blocks, steps = (MORE_BLOCKS, MORE_STEPS) if case.preset in SHORT else (BLOCKS, STEPS)
-        if quick:
-            blocks, steps = 1, STEPS
+        blocks, steps = (1, STEPS) if quick else turns_of(case)
         words = ["--preset", case.preset, "--blocks", str(blocks), "--plans-after", str(settle)]
         words += ["--steps", str(steps)]
         taken = turns.take(case.hosts, case.rate, METHODS, words)
         found = {method: _summary(ranks) for method, ranks in taken.items()}
         command_line.keep(cases, title, found, rows, missed, out)
+
+
+def turns_of(case: Case) -> tuple[int, int]:
+    """How many blocks, and steps of each method in one."""
+    if case.preset in SHORT:
+        return MORE_BLOCKS, MORE_STEPS
+    return BLOCKS, FEW_STEPS if case.preset in LONG and case.rate in SLOW else STEPS
 
 
 def _summary(ranks: turns.Turns) -> dict[str, Any]:
