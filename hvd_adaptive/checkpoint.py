@@ -55,7 +55,7 @@ from hvd_adaptive.feedback import RESIDUAL, FeedbackContext, FeedbackState
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import DENSE, Measurement, Recipe
 
-STATE_FORMAT = 10
+STATE_FORMAT = 11
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ Two things are lost, and one number cannot tell both:
   plain ratio ``|e| / |mean gradient|`` would be ``sqrt(W)`` where noise dominates, and would grant a
   layer 100 steps of delay where 10 are allowed.
 
+  What waits is sent together. Optimizers that divide by the root of a second moment, as Adam does, take
+  that for noise (:func:`bunching`).
+
 ``|G|**2`` and ``S`` are the estimators of McCandlish, Kaplan et al., "An Empirical Model of Large-Batch
 Training" (2018), appendix A.1, from the mean of the ranks' squared norms and the squared norm of their
 mean; the two batch sizes are one rank's and all ranks'.
@@ -31,7 +34,14 @@ import numpy.typing as npt
 
 from hvd_adaptive.arrays import Float64s, Int64s
 
-__all__ = ["GradientSignals", "metric_weights", "noise_of", "release_steps", "withheld_steps"]
+__all__ = [
+    "GradientSignals",
+    "bunching",
+    "metric_weights",
+    "noise_of",
+    "release_steps",
+    "withheld_steps",
+]
 
 METRICS = ("optimizer", "l2", "relative")
 
@@ -117,6 +127,26 @@ def withheld_steps(residual: Float64s, signal: Float64s, noise: Float64s) -> Flo
     root = noise + np.sqrt(noise**2 + 4 * signal * residual)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(root > 0, 2 * residual / root, 0.0)
+
+
+def bunching(withheld: Float64s, signal: float) -> Float64s:
+    """What sending the gradients of ``W`` steps at once adds to the second moment of their mean.
+
+    An element whose mean gradient is ``G + noise`` in each step has the second moment ``G**2 + N``.
+    Where the sum of ``W`` of them comes once in ``W`` steps it has ``(W G)**2 + W N`` then, which is
+    ``W G**2 + N`` in the mean of the steps: ``(W - 1) G**2`` more, with the same mean gradient. An
+    optimizer that divides by the root of the second moment takes smaller steps by that, as if the
+    gradients had so much more noise.
+
+    Args:
+        withheld: any shape: steps that are sent at once; below 1 nothing is added.
+        signal: squared norm of the true gradient.
+
+    Example:
+        >>> bunching(np.array([0.0, 1.0, 10.0]), signal=2.0).tolist()
+        [0.0, 0.0, 18.0]
+    """
+    return np.maximum(withheld - 1.0, 0.0) * signal if signal > 0 else np.zeros_like(withheld)
 
 
 def release_steps(step: int) -> int:

@@ -159,7 +159,7 @@ DAMAGE: list[Damage] = [
         for key in PILOT.split()
     ],
     *[("lgreco", put("controller", key, b"x"), rf"controller\['{key}'\]") for key in PILOT.split()],
-    ("ef", put("format", 4), "format is 4, expected 10"),
+    ("ef", put("format", 4), "format is 4, expected 11"),
     ("ef", put("rounds", -1), r"rounds must be a whole number of at least 0, got -1"),
     ("ef", put("rounds", True), "rounds must be a whole number"),
     ("ef", put("dense_until", -1), "dense_until must be a whole number of at least 0"),

@@ -14,12 +14,12 @@ from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
 from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
+from hvd_adaptive.planning.budgets.losses import Losses, losses_of
 from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.explanation import explain, in_ms
 from hvd_adaptive.planning.gradient_signals import (
     METRICS,
     GradientSignals,
-    metric_weights,
     noise_of,
     release_steps,
     withheld_steps,
@@ -42,9 +42,6 @@ __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
 
 PRESETS = {"strict": (0.01, 0.05), "balanced": (0.02, 0.2), "fast": (0.05, 0.5)}
 """Largest delay and largest noise, by name."""
-ADAPTIVE = 0.5
-"""Share of the delay where the optimizer divides by second moments: it takes what waited, and is sent
-together, for noise."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,12 @@ class Accuracy(BudgetOptions):
     so that what waits is sent before the learning rate reaches 0.
 
     *Noise*, of unbiased compressors: the variance that they add is within ``noise`` of the variance
-    that the ranks' gradients have by themselves.
+    that the ranks' gradients have by themselves. With Adam and its kin (``metric=relative``) what error
+    feedback sends together counts as well, because it adds to second moments (see
+    :func:`~hvd_adaptive.planning.gradient_signals.bunching`).
 
-    No layer may exceed :data:`LAYER_CAP` times either limit by itself, and none whose gradient is
-    sparse may send fewer elements than arrive in a step: its residual would fill up.
+    No layer may exceed four times either limit by itself, and none whose gradient is sparse may send
+    fewer elements than arrive in a step: its residual would fill up.
 
     Training starts dense. The first plan comes after some timed steps, the next ones every period and
     whenever the allowed delay has changed much. What a plan foresees is compared with its steps; two
@@ -70,8 +69,7 @@ class Accuracy(BudgetOptions):
 
     Args:
         accuracy: ``strict``, ``balanced`` or ``fast``, which set both limits.
-        delay: limit in the place of the preset's, below 1; 0 takes the preset's, or half of that with
-            ``metric=relative``.
+        delay: limit in the place of the preset's, below 1; 0 takes the preset's.
         noise: likewise.
         total_steps: of the training run; 0 where that is not known, or is reported later.
         metric: what counts across layers: ``l2``, or ``relative`` to each layer's mean square; or
@@ -107,8 +105,6 @@ class Accuracy(BudgetOptions):
     def limits(self) -> tuple[float, float]:
         """Delay and noise."""
         delay, noise = PRESETS[self.accuracy]
-        if self.metric == "relative":
-            delay *= ADAPTIVE
         return self.delay or delay, self.noise or noise
 
     def budget(self, ranks: int = 1) -> Budget:
@@ -116,8 +112,6 @@ class Accuracy(BudgetOptions):
         return AutoBudget(self, ranks)
 
 
-LAYER_CAP = 4.0
-"""A layer by itself may have so many times the steps withheld, and the relative noise, of all."""
 DRAIN = 0.25
 """Share of the steps that are left by which the delay is bounded near the end."""
 LAST_STEPS = 20
@@ -126,10 +120,8 @@ LEAST_GAP, MOST_GAP = 50, 1600
 """Steps between measurements of the network where forecasts stay wrong: doubled each time."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
-SPARSE = 0.5
-"""A gradient with fewer elements that are not 0 counts as sparse."""
-MOST_ROUNDING = 1e-4
-"""Relative squared error from which half precision is no dense gradient any more: it has underflown."""
+NEW_SHARE = 0.25
+"""What the last plan's estimate of the mean gradient counts, beside those before."""
 DRIFTS = (0.5, 3.0)
 """Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
 
@@ -155,6 +147,7 @@ class AutoBudget(Budget):
         self._planned_delay = 0.0
         # what was learned
         self._factors: Float64s | None = None
+        self._shares, self._shares_of = np.zeros(0), 0
         self._ready: Float64s | None = None
         self._order: Int64s | None = None
         self._compute, self._network = 0.0, 1.0
@@ -282,13 +275,13 @@ class AutoBudget(Budget):
         if self._levels is not None and len(self._levels) != len(table.names):
             self._levels = self._since = self._factors = self._ready = self._order = None
             self._control.give_up()
-        delays, noises, bounds = self._rows(table, signals, costs, facts.step)
+        losses = self._losses(table, signals, costs, facts.step)
         limits = TimeLimits(
             model=self._model(facts, signals, costs),
-            delays=delays,
-            noises=noises,
-            max_delay=bounds[0],
-            max_noise=bounds[1],
+            delays=losses.delays,
+            noises=losses.noises,
+            max_delay=losses.max_delay,
+            max_noise=losses.max_noise,
             correction=self._correction(facts.step),
             drift=self._drift,
             reference=np.zeros(len(table.names), np.int64),
@@ -331,40 +324,32 @@ class AutoBudget(Budget):
         bounds = self._sendable(step) < self._options.limits[0] * step
         return self._horizon - step if bounds else None
 
-    def _rows(
+    def _losses(
         self, table: CandidateTable, signals: GradientSignals, costs: StepCosts, step: int
-    ) -> tuple[tuple[Float64s, ...], tuple[Float64s, ...], tuple[float, float]]:
-        """Weighted delays and noises of all candidates, and their limits."""
-        weights = metric_weights(self._options.metric, signals)
+    ) -> Losses:
+        """Of all candidates, and their limits."""
+        signals = self._smoothed(signals)
         signal, noise = noise_of(signals.energy, signals.mean_energy, self._ranks)
-        mean = signal + noise / self._ranks
-        factors = self._observed_factors(signals, signal, noise / self._ranks, step)
-        allowed = self._allowed_delay(step)
-        share = self._caution * self._options.limits[1]
-        all_mean = max(float((weights * mean).sum()), 1e-300)
-        delays, noises = [], []
-        for layer, errors in enumerate(table.errors):
-            dense = np.array([costs.compressors[spec].dense for spec in signals.specs[layer]])
-            unbiased = signals.unbiased[layer] & ~dense
-            withheld = factors[layer] * _withheld(signals, layer, errors)
-            delay = weights[layer] * mean[layer] / all_mean * withheld**2
-            added = weights[layer] * errors
-            energy = signals.energy[layer]
-            with np.errstate(invalid="ignore"):
-                refused = withheld > LAYER_CAP * allowed
-                refused |= _fills_up(signals, layer)
-                loud = errors > LAYER_CAP * share * noise[layer]
-            rounded = errors > MOST_ROUNDING * energy
-            nothing = not energy > 0  # of what was never seen nobody knows what it would lose
-            delays.append(np.where(dense | unbiased, 0.0, np.where(refused | nothing, np.inf, delay)))
-            noises.append(
-                np.where(
-                    dense,
-                    np.where(rounded, np.inf, 0.0),
-                    np.where(unbiased, np.where(loud | nothing, np.inf, added), 0.0),
-                )
-            )
-        return tuple(delays), tuple(noises), (allowed**2, share * float((weights * noise).sum()))
+        seen = self._observed_factors(signals, signal, noise / self._ranks, step)
+        delay, share = self._allowed_delay(step), self._caution * self._options.limits[1]
+        metric = self._options.metric
+        return losses_of(table, signals, costs, metric, seen, delay, share, self._ranks)
+
+    def _smoothed(self, signals: GradientSignals) -> GradientSignals:
+        """With the mean gradient's share of the energy as the last plans saw it together.
+
+        Sketches of a few steps are off by a fifth, of which differences are made. And a plan takes the
+        layers that seem to lose least, so that errors would not cancel.
+        """
+        if len(self._shares) != len(signals.energy):
+            self._shares, self._shares_of = np.ones(len(signals.energy)), 0
+        self._shares_of += 1
+        seen = signals.energy > 0
+        found = np.minimum(signals.mean_energy[seen] / signals.energy[seen], 1.0)
+        weight = max(NEW_SHARE, 1.0 / self._shares_of)
+        self._shares = self._shares.copy()
+        self._shares[seen] += weight * (found - self._shares[seen])
+        return replace(signals, mean_energy=self._shares * signals.energy)
 
     def _observed_factors(
         self, signals: GradientSignals, signal: Float64s, noise: Float64s, step: int
@@ -501,6 +486,8 @@ class AutoBudget(Budget):
             "planned_step": self._planned_step,
             "planned_delay": self._planned_delay,
             "factors": None if self._factors is None else self._factors.tolist(),
+            "shares": self._shares.tolist(),
+            "shares_of": self._shares_of,
             "ready": None if self._ready is None else self._ready.tolist(),
             "order": None if self._order is None else self._order.tolist(),
             "compute": self._compute,
@@ -526,6 +513,7 @@ class AutoBudget(Budget):
         self._planned_step = int(state["planned_step"])
         self._planned_delay = float(state["planned_delay"])
         self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
+        self._shares, self._shares_of = np.array(state["shares"]), int(state["shares_of"])
         self._order = _int64s(state["order"])
         self._compute, self._network = float(state["compute"]), float(state["network"])
         self._drift, self._caution = float(state["drift"]), float(state["caution"])
@@ -533,26 +521,6 @@ class AutoBudget(Budget):
         self._remeasure, self._measured = bool(state["remeasure"]), bool(state["measured"])
         self._measured_step = int(state["measured_step"])
         self._measure_gap = int(state["measure_gap"])
-
-
-def _withheld(signals: GradientSignals, layer: int, errors: Float64s) -> Float64s:
-    """Steps that each candidate of a layer withholds, before anything was observed.
-
-    One over the density where elements are selected; where all are sent, one over the share of the
-    energy that is sent, of which the rest waits one step more, and so on.
-    """
-    density, energy = signals.densities[layer], float(signals.energy[layer])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        faithful = energy / np.maximum(energy - errors, 0.0)
-        selecting = np.where(errors <= 1e-6 * energy, 0.0, 1 / density)
-    found = np.where(density < 1, selecting, faithful)
-    return np.where(np.isfinite(found), found, np.inf)
-
-
-def _fills_up(signals: GradientSignals, layer: int) -> Any:
-    """Which candidates send fewer elements of a sparse gradient than arrive in a step."""
-    density, nonzero = signals.densities[layer], float(signals.nonzero[layer])
-    return (density < 1) & (density < nonzero) & (nonzero < SPARSE)
 
 
 def _int64s(values: Any) -> Int64s | None:

@@ -24,7 +24,10 @@ LEAST_PATIENCE, MOST_PATIENCE = 400, 12800
 turns out to be slower, so that it is tried again ever more seldom, and later the slower it was."""
 ANOTHER = 1.5
 """By how many times dense steps must have changed for a finding to hold no longer."""
-CORRECTIONS = 0.5, 10.0
+LEAST_CORRECTION = 0.5
+MOST_SLOWER = 2.0
+"""Times the seconds of dense steps that compressed ones are believed to take at most. That is enough to
+stay dense, and a handful of steps may just have met another program on the machine."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class DenseControl:
     slower now. So compressed steps that take longer than dense ones once did are followed by some dense
     ones, and only what these take counts. What findings say about the model of a step is its
     *correction*: the seconds of compressed steps over those that were foreseen. Of a small difference
-    half counts, as a logarithm, and half of what was known: it may be chance.
+    half counts, as a logarithm, and half of what was known: it may be chance. However slow they were,
+    they count for twice what dense ones take.
 
     Example:
         >>> control = DenseControl()
@@ -102,7 +106,8 @@ class DenseControl:
         if self.compressed is None:
             raise ValueError("conclude comes after begin")
         compressed, self.compressed = self.compressed, None
-        found = min(max(compressed / max(foreseen, 1e-9), CORRECTIONS[0]), CORRECTIONS[1])
+        believed = min(compressed, MOST_SLOWER * dense)
+        found = max(believed / max(foreseen, 1e-9), LEAST_CORRECTION)
         if compressed < SURELY_SLOWER * dense:
             found = math.sqrt(self.correction(step, dense) * found)
         self._correction, self._dense = found, dense

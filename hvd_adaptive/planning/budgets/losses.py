@@ -1,0 +1,115 @@
+"""What each candidate of each layer loses, as delay and as noise, for the limits of ``auto``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.planning.gradient_signals import (
+    GradientSignals,
+    bunching,
+    metric_weights,
+    noise_of,
+)
+from hvd_adaptive.planning.step_time import StepCosts
+from hvd_adaptive.planning.table import CandidateTable
+
+__all__ = ["Losses", "losses_of"]
+
+LAYER_CAP = 4.0
+"""A layer by itself may have so many times the steps withheld, and the relative noise, of all."""
+SPARSE = 0.5
+"""A gradient with fewer elements that are not 0 counts as sparse."""
+MOST_ROUNDING = 1e-4
+"""Relative squared error from which half precision is no dense gradient any more: it has underflown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """Numbers that add up over the layers, and their limits.
+
+    Args:
+        delays: ``float64[C_l]`` per layer: squared steps withheld, weighted; infinite forbids.
+        noises: ``float64[C_l]`` per layer: added variance, weighted; infinite forbids.
+        max_delay: limit of the sum of the chosen ``delays``.
+        max_noise: limit of the sum of the chosen ``noises``.
+    """
+
+    delays: tuple[Float64s, ...]
+    noises: tuple[Float64s, ...]
+    max_delay: float
+    max_noise: float
+
+
+def losses_of(
+    table: CandidateTable,
+    signals: GradientSignals,
+    costs: StepCosts,
+    metric: str,
+    factors: Float64s,
+    delay: float,
+    share: float,
+    ranks: int,
+) -> Losses:
+    """What all candidates lose.
+
+    Args:
+        table: their squared errors.
+        signals: of the layers.
+        costs: say which compressors are dense.
+        metric: what counts across layers: see :func:`~.gradient_signals.metric_weights`.
+        factors: ``float64[L]``: steps withheld, times the density at which they are.
+        delay: steps that may be withheld.
+        share: of the gradient's own noise that may be added.
+        ranks: how many there are.
+    """
+    weights = metric_weights(metric, signals)
+    signal, noise = noise_of(signals.energy, signals.mean_energy, ranks)
+    mean = signal + noise / ranks
+    all_mean = max(float((weights * mean).sum()), 1e-300)
+    delays, noises = [], []
+    for layer, errors in enumerate(table.errors):
+        dense = np.array([costs.compressors[spec].dense for spec in signals.specs[layer]])
+        unbiased = signals.unbiased[layer] & ~dense
+        withheld = factors[layer] * _withheld(signals, layer, errors)
+        energy = signals.energy[layer]
+        loudness = np.where(unbiased, errors, 0.0)
+        if metric == "relative":
+            # of the mean, and so of each of the ranks as many times
+            bunched = ranks * bunching(withheld, float(signal[layer]))
+            loudness = np.where(dense | unbiased, loudness, bunched)
+        with np.errstate(invalid="ignore"):
+            refused = (withheld > LAYER_CAP * delay) | _fills_up(signals, layer)
+            loud = loudness > LAYER_CAP * share * noise[layer]
+        nothing = not energy > 0  # of what was never seen nobody knows what it would lose
+        waits = np.where(
+            refused | nothing, np.inf, weights[layer] * mean[layer] / all_mean * withheld**2
+        )
+        delays.append(np.where(dense | unbiased, 0.0, waits))
+        added = np.where(loud | nothing, np.inf, weights[layer] * loudness)
+        rounded = np.where(errors > MOST_ROUNDING * energy, np.inf, 0.0)
+        noises.append(np.where(dense, rounded, added))
+    return Losses(tuple(delays), tuple(noises), delay**2, share * float((weights * noise).sum()))
+
+
+def _withheld(signals: GradientSignals, layer: int, errors: Float64s) -> Float64s:
+    """Steps that each candidate of a layer withholds, before anything was observed.
+
+    One over the density where elements are selected; where all are sent, one over the share of the
+    energy that is sent, of which the rest waits one step more, and so on.
+    """
+    density, energy = signals.densities[layer], float(signals.energy[layer])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        faithful = energy / np.maximum(energy - errors, 0.0)
+        selecting = np.where(errors <= 1e-6 * energy, 0.0, 1 / density)
+    found = np.where(density < 1, selecting, faithful)
+    return np.where(np.isfinite(found), found, np.inf)
+
+
+def _fills_up(signals: GradientSignals, layer: int) -> Any:
+    """Which candidates send fewer elements of a sparse gradient than arrive in a step."""
+    density, nonzero = signals.densities[layer], float(signals.nonzero[layer])
+    return (density < 1) & (density < nonzero) & (nonzero < SPARSE)
