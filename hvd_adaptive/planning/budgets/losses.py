@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.planning.gradient_signals import (
@@ -109,7 +109,7 @@ def _withheld(signals: GradientSignals, layer: int, errors: Float64s) -> Float64
     return np.where(np.isfinite(found), found, np.inf)
 
 
-def _fills_up(signals: GradientSignals, layer: int) -> Any:
+def _fills_up(signals: GradientSignals, layer: int) -> npt.NDArray[np.bool_]:
     """Which candidates send fewer elements of a sparse gradient than arrive in a step."""
     density, nonzero = signals.densities[layer], float(signals.nonzero[layer])
-    return (density < 1) & (density < nonzero) & (nonzero < SPARSE)
+    return np.asarray((density < 1) & (density < nonzero) & (nonzero < SPARSE))
