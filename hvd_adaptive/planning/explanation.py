@@ -56,7 +56,7 @@ def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple
         f"{in_ms(chosen.seconds)}"
     )
     if limits.only_dense:
-        return (f"{first}; dense steps are a control window for the loss",)
+        return (f"{first}; a control window, to compare compressed steps with",)
     others = [each for each in limits.contenders if not each.dense]
     if not others and limits.admit:
         return (f"{first}; compressing any layer would take longer than it saves",)
