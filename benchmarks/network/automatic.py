@@ -26,12 +26,12 @@ AUTO = "auto"
 DENSE = ("stock none", "stock fp16")
 FIXED = ("qsgdinf:bits=4 auto", "qsgdinf:bits=8 auto", "topk:density=0.25,values=int8 auto")
 METHODS = (*DENSE, *FIXED, AUTO)
-BLOCKS, STEPS = 3, 5
-SHORT = ("resnet-fashion", "mlp-digits")
-"""Their steps take tens of milliseconds: turns of five would be noise."""
-MORE_BLOCKS, MORE_STEPS = 8, 25
-LONG, SLOW, FEW_STEPS = ("lstm-sotu", "mlp-fashion"), ("200mbit", "100mbit"), 3
-"""Where a dense step takes seconds, a turn has fewer."""
+TURNS = 6, 3
+"""Blocks, and steps of each method in one: many short turns, because machines have slow phases."""
+SHORT, SHORT_TURNS = ("resnet-fashion", "mlp-digits"), (24, 8)
+"""Their steps take tens of milliseconds: turns of three would be noise."""
+LONG, SLOW, LONG_TURNS = ("lstm-sotu", "mlp-fashion"), ("200mbit", "100mbit"), (4, 2)
+"""Where a dense step takes seconds."""
 SETTLE = 120
 """Steps of auto before its first turn: it measures, plans, compares and changes over."""
 OF_SCHEMES = ("bucket ", "network of ", "hierarchical ")
@@ -62,7 +62,7 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
     """Add each case's figures to ``cases``, by method."""
     for title in wanted:
         case, settle = CASES[title], 3 if quick else SETTLE
-        blocks, steps = (1, STEPS) if quick else turns_of(case)
+        blocks, steps = (1, 3) if quick else turns_of(case)
         words = ["--preset", case.preset, "--blocks", str(blocks), "--plans-after", str(settle)]
         words += ["--steps", str(steps)]
         taken = turns.take(case.hosts, case.rate, METHODS, words)
@@ -73,8 +73,8 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 def turns_of(case: Case) -> tuple[int, int]:
     """How many blocks, and steps of each method in one."""
     if case.preset in SHORT:
-        return MORE_BLOCKS, MORE_STEPS
-    return BLOCKS, FEW_STEPS if case.preset in LONG and case.rate in SLOW else STEPS
+        return SHORT_TURNS
+    return LONG_TURNS if case.preset in LONG and case.rate in SLOW else TURNS
 
 
 def _summary(ranks: turns.Turns) -> dict[str, Any]:
