@@ -240,15 +240,19 @@ class AdaptationController:
         timings: Sequence[CollectiveTiming],
     ) -> None:
         """Have this step looked at, and let the planner learn from the one before."""
-        before = self._step.complete()
-        if before is not None and self._first:
-            self._worker.add(before)
+        self._learn_from_last_step()
         if self._step.wanted:
             facts = local_measurements(step, seconds, learning_rate, timings, self._needs)
             facts = replace(self.outlook.added_to(facts), factor=self._factor)
             if np.isfinite(samples := self._meter.samples_per_step):
                 facts = replace(facts, samples=samples)
             self._step.begin(facts, timings, self._decided)
+
+    def _learn_from_last_step(self) -> None:
+        """Have the planner observe it, once all ranks have reported theirs."""
+        last = self._step.complete()
+        if last is not None and self._first:
+            self._worker.add(last)
 
     def report_loss(self, loss: float) -> None:
         """The training loss of this step; that of the rank that plans counts."""
@@ -385,8 +389,7 @@ class AdaptationController:
         """Everything between two steps; what is under way is waited for. All ranks call it."""
         if self._loaded is not None:
             return copy.deepcopy(dict(self._loaded))  # nothing has happened since
-        if (last := self._step.complete()) is not None and self._first:
-            self._worker.add(last)
+        self._learn_from_last_step()
         if self._averages is not None:
             self._table, self._averages = self._averages(), None
         if self._first and self._worker.planning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import horovod.torch as hvd
@@ -56,6 +57,10 @@ def test_virtual_ranks_reduce_as_real_ones_do(name: str) -> None:
         optimizer.zero_grad()
         set_gradients(model, layer_gradients(hvd.rank(), step))
         optimizer.synchronize()
+        if "planner" in options:
+            time.sleep(
+                0.1
+            )  # as long as a step that computes: its thread must not be late on a busy machine
         virtual.reduce([layer_gradients(rank, step) for rank in range(hvd.size())])
         for layer in LAYERS:
             real, other = getattr(model, layer).grad, getattr(twin, layer).grad
