@@ -58,9 +58,8 @@ def test_virtual_ranks_reduce_as_real_ones_do(name: str) -> None:
         set_gradients(model, layer_gradients(hvd.rank(), step))
         optimizer.synchronize()
         if "planner" in options:
-            time.sleep(
-                0.1
-            )  # as long as a step that computes: its thread must not be late on a busy machine
+            # as in a step that computes: on a busy machine the planner's thread would be late
+            time.sleep(0.1)
         virtual.reduce([layer_gradients(rank, step) for rank in range(hvd.size())])
         for layer in LAYERS:
             real, other = getattr(model, layer).grad, getattr(twin, layer).grad
