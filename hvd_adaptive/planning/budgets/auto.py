@@ -347,7 +347,6 @@ class AutoBudget(Budget):
         seen = signals.energy > 0
         found = np.minimum(signals.mean_energy[seen] / signals.energy[seen], 1.0)
         weight = max(NEW_SHARE, 1.0 / self._shares_of)
-        self._shares = self._shares.copy()
         self._shares[seen] += weight * (found - self._shares[seen])
         return replace(signals, mean_energy=self._shares * signals.energy)
 
