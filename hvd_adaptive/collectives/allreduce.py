@@ -11,6 +11,7 @@ from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps
 from hvd_adaptive.collectives.summed import observe_casts, reduce_summable, sends_plain_casts
 from hvd_adaptive.comm.request import Request, operation_bytes
+from hvd_adaptive.compressors.base import CastCompressor
 from hvd_adaptive.layers import PayloadKind
 
 
@@ -32,14 +33,24 @@ class AllReduce(Scheme):
         else:
             yield from reduce_summable(bucket, grads, io, _allreduce)
 
+    def takes_passengers(self, bucket: Bucket, keeps: bool) -> bool:
+        """Where a bucket of casts has a buffer of its own, whatever its gradients' dtypes are."""
+        casts = all(isinstance(each.compressor, CastCompressor) for each in bucket.segments)
+        # to read them from another device would be to wait for it
+        return casts and not keeps and len(bucket.layers) > 1 and bucket.device.type == "cpu"
+
     def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """As of one allreduce of the payload."""
         return operation_bytes("allreduce", payload, payload, ranks)
 
 
 def _allreduce(flat: Tensor, io: BucketIO) -> Generator[Request, Tensor, Tensor]:
-    del io
-    yield Request("allreduce", flat)
+    if io.passengers is None:
+        yield Request("allreduce", flat)
+        return flat
+    whole = io.buffers.with_passengers(io.passengers)
+    yield Request("allreduce", whole)
+    io.passengers.copy_(whole[flat.numel() :])
     return flat
 
 

@@ -42,6 +42,10 @@ EnergyObserver: TypeAlias = Callable[[Bucket, Float64s, Float64s], None]
 payload decodes to."""
 
 
+ROOM = 8
+"""Numbers that may travel behind a bucket of casts."""
+
+
 class Buffers:
     """Buffers that a bucket needs at every step: offsets and, made on demand, a flat tensor.
 
@@ -105,9 +109,22 @@ class Buffers:
         return Buffers(self._chunks.own, self.per_rank_levels)
 
     @functools.cached_property
+    def _roomy(self) -> Tensor:
+        """``flat``, and room behind it."""
+        size = self._bucket.numel + ROOM
+        return torch.zeros(size, dtype=self._bucket.dtype, device=self._bucket.device)
+
+    @property
     def flat(self) -> Tensor:
         """The payload of a bucket of casts, in its wire dtype."""
-        return torch.zeros(self._bucket.numel, dtype=self._bucket.dtype, device=self._bucket.device)
+        return self._roomy[: self._bucket.numel]
+
+    def with_passengers(self, passengers: Tensor) -> Tensor:
+        """``flat``, and these few numbers behind it, rounded to the wire dtype."""
+        numel = self._bucket.numel
+        whole = self._roomy[: numel + len(passengers)]
+        whole[numel:] = passengers
+        return whole
 
     @functools.cached_property
     def views(self) -> list[Tensor]:
@@ -164,6 +181,8 @@ class BucketIO:
         prepared: a bucket's payload, where there is one already.
         energy_weight: how many steps this one stands for, where energies take a pass of their own over
             the gradients; 0 in the other steps.
+        passengers: at most :data:`ROOM` numbers that are summed along with the bucket, in place; only
+            where the scheme :meth:`~Scheme.takes_passengers`.
     """
 
     feedback: FeedbackState
@@ -180,6 +199,7 @@ class BucketIO:
     topology: Topology
     prepared: Callable[[Bucket], PreparedPayload | None] = nothing_prepared
     energy_weight: int = 0
+    passengers: Tensor | None = None
 
     def keys(self, bucket: Bucket, segment: Segment, rank: int) -> npt.NDArray[np.uint64]:
         """Keys of the random numbers of one segment's layers in this step."""
@@ -232,6 +252,16 @@ class Scheme(ABC):
         """``shots``, among ranks of these nodes."""
         del topology
         return self.shots
+
+    def takes_passengers(self, bucket: Bucket, keeps: bool) -> bool:
+        """Whether some numbers can be summed along with a bucket, whatever its gradients are.
+
+        Args:
+            bucket: the bucket.
+            keeps: whether feedback keeps anything of it.
+        """
+        del bucket, keeps
+        return False
 
     @abstractmethod
     def run(self, bucket: Bucket, grads: list[Tensor], io: BucketIO) -> Steps:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvd_adaptive.adaptation.timing import CollectiveTiming
@@ -65,6 +66,9 @@ class Exchange:
         """What of this step was compressed before its turn."""
         self.timings: list[CollectiveTiming] = []
         """This step's operations, once all have ended, in an order that is the same on all ranks."""
+        self.passengers: Tensor | None = None
+        """Numbers that the last bucket is to take along; its result overwrites them."""
+        self._takes_passengers = -1
         self._inflight: deque[_InFlight] = deque()
         self._feedback: Mapping[int, FeedbackState] = {}
         self._buffers: dict[int, Buffers] = {}
@@ -87,6 +91,8 @@ class Exchange:
         if self._inflight:
             raise RuntimeError("buckets cannot be changed while their collectives are under way")
         self._feedback = feedback
+        last = buckets[-1:]
+        self._takes_passengers = next((each.index for each in last if self._can_take(each)), -1)
         self._buffers = {bucket.index: Buffers(bucket, per_rank_levels) for bucket in buckets}
         self._in_nodes = any(reduces_in_nodes(bucket.scheme) for bucket in buckets)
         for each in self._buffers.values():
@@ -94,6 +100,22 @@ class Exchange:
                 each.load_shards(self._loaded_shards[each.name])
         self._loaded_shards = {}
         self.codec_states.add_for(part.compressor for each in buckets for part in each.segments)
+
+    def _can_take(self, last: Bucket) -> bool:
+        """Whether counts of all ranks can be summed along with a bucket."""
+        scheme, keeps = scheme_named(last.scheme), bool(self._feedback[last.index].slots)
+        # every sum may be rounded, and one rank more or less must still be seen
+        exact = self.transport.size**2 * torch.finfo(last.dtype).eps < 1
+        return exact and scheme.takes_passengers(last, keeps)
+
+    @property
+    def takes_passengers(self) -> bool:
+        """Whether the last bucket can take :attr:`passengers`; the same on all ranks.
+
+        Not where operations of a node's ranks could be under way without one that has joined: absent
+        ranks must then be known before anything is waited for.
+        """
+        return self._takes_passengers >= 0 and not self.reduces_in_nodes
 
     @property
     def reduces_in_nodes(self) -> bool:
@@ -114,6 +136,7 @@ class Exchange:
         self.step = step
         self.timings.clear()
         self.payloads.forget()
+        self.passengers = None
 
     def start(self, bucket: Bucket, grads: list[Tensor]) -> None:
         """Compress a bucket and launch its first operation.
@@ -139,6 +162,9 @@ class Exchange:
         # what takes a pass over the gradients is measured in one step of each window
         weight = self.meter.every if self.step % self.meter.every == 0 else 0
         passes = bucket.kind is not PayloadKind.ENCODED
+        passengers = None
+        if bucket.index == self._takes_passengers:
+            passengers, self.passengers = self.passengers, None
 
         def observe_energy(of: Bucket, energy: Float64s, sent: Float64s) -> None:
             times = weight if passes else 1
@@ -162,6 +188,7 @@ class Exchange:
             self.transport.topology,
             self.payloads.take,
             weight,
+            passengers,
         )
 
     def finish(self) -> None:

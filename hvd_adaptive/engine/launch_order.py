@@ -18,10 +18,17 @@ class LaunchOrder:
         self._bucket_of: dict[int, int] = {}
         self._awaited: list[int] = []
         self._next = 0
+        self._early = 0
 
-    def set(self, buckets: tuple[Bucket, ...]) -> None:
-        """Send these buckets from now on."""
+    def set(self, buckets: tuple[Bucket, ...], holds_last: bool = False) -> None:
+        """Send these buckets from now on.
+
+        Args:
+            buckets: in launch order.
+            holds_last: whether the last waits for the end of the backward pass in any case.
+        """
         self.buckets = buckets
+        self._early = len(buckets) - holds_last
         self._bucket_of = {layer.index: each.index for each in buckets for layer in each.layers}
         self.rearm()
 
@@ -50,7 +57,7 @@ class LaunchOrder:
     def complete(self) -> Iterator[Bucket]:
         """The buckets to launch whose gradients have all arrived, up to the first that waits."""
         assert self.buckets is not None
-        while self._next < len(self.buckets) and self._awaited[self._next] == 0:
+        while self._next < self._early and self._awaited[self._next] == 0:
             self._next += 1
             yield self.buckets[self._next - 1]
 

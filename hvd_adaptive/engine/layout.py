@@ -193,9 +193,9 @@ class Layout:
         twice = [bucket for bucket in buckets if scheme_named(bucket.scheme).recompresses]
         check_gathered([bucket for bucket in buckets if bucket not in twice], self._control.size)
         check_gathered(twice, 1)  # shards of all ranks' payloads are as much as one payload
-        self.launches.set(buckets)
         states = self._feedback.attach(buckets)
         self._exchange.attach(buckets, states, self.controller.per_rank_levels)
+        self.launches.set(buckets, self._exchange.takes_passengers)
         self._exchange.meter.scalar("memory/feedback_bytes", self._feedback.nbytes, rounds)
         if self.controller.plans:
             self._attach_controller(buckets, routes, step < 0)
