@@ -10,7 +10,8 @@ long where that product is 50 or more, as in the papers. Models train with the g
 ranks (virtual_training.py), one run on each core, from the same seeds and data by every method. A
 *reference* sends every layer at one level; a planner starts from it. Differences are of the same seeds,
 with the 95 % interval of Student's t. Nothing here was tuned: levels are the papers' or follow from the
-product above.
+product above. Models and learning rates were chosen by dense training with seeds 11 and 12, which are
+in no table: so that a run takes minutes, and so that two seeds end within 1 % of each other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any
 
 from benchmarks.harness import command_line
 
-RANKS = 4
 RATE_FLOOR = 0.02
 """Share of the highest learning rate at which a run ends, so that what waits still counts."""
 SEEDS = (1, 2, 3)
@@ -42,10 +42,19 @@ class Setup:
     Args:
         steps: of a run.
         options: of train.py.
+        ranks: whose gradients are reduced.
+        ends: whether dense training and ``auto`` are all that is compared.
     """
 
     steps: int
     options: tuple[str, ...]
+    ranks: int = 4
+    ends: bool = False
+
+
+MLP = ("--preset", "mlp-fashion", "--width", "256")
+LSTM = ("--preset", "lstm-sotu", "--vocabulary", "1000", "--width", "128", "--batch-size", "16")
+TRANSFORMER = ("--preset", "transformer-sotu", "--width", "64", "--layers", "2")
 
 
 SETUPS = {
@@ -54,7 +63,10 @@ SETUPS = {
         2800,
         ("--preset", "resnet-fashion", "--optimizer", "adamw", "--lr", "2e-3", "--lr-scaling", "none"),
     ),
-    "transformer": Setup(2800, ("--preset", "transformer-sotu")),
+    "mlp": Setup(2800, MLP),
+    "lstm": Setup(3000, LSTM),
+    "transformer": Setup(2800, TRANSFORMER),
+    "mlp of 16 ranks": Setup(2800, MLP, ranks=16, ends=True),
 }
 
 
@@ -79,10 +91,10 @@ TOPK = ("--compression", "topk:density=0.02")
 POWERSGD = ("--compression", "powersgd:rank=4")
 QSGD = ("--compression", "qsgd:bits=4")
 LGRECO = ("--planner", "lgreco")
-DENSE = "dense"
+DENSE, AUTO = "dense", "auto"
 METHODS = {
     DENSE: Method(("--compression", "none")),
-    "auto": Method(("--compression", "auto"), DENSE),
+    AUTO: Method(("--compression", "auto"), DENSE),
     "topk": Method(TOPK, withholds=True),
     "lgreco": Method((*TOPK, *LGRECO), "topk", 1.5, withholds=True),
     "qsgd": Method(QSGD),
@@ -108,10 +120,10 @@ ABLATED = {
     "resnet-adamw": [*ABLATION],
 }
 CASES = {
-    f"{setup} {method} seed {seed}": (setup, method, seed)
-    for setup in SETUPS
+    f"{name} {method} seed {seed}": (name, method, seed)
+    for name, setup in SETUPS.items()
     for seed in SEEDS
-    for method in METHODS
+    for method in ((DENSE, AUTO) if setup.ends else METHODS)
 } | {
     f"{setup} {method} seed {SEEDS[0]}": (setup, method, SEEDS[0])
     for setup, methods in ABLATED.items()
@@ -140,7 +152,7 @@ def train(title: str, steps: int | None = None) -> dict[str, Any]:
     name, method_name, seed = CASES[title]
     setup, method = SETUPS[name], method_of(method_name)
     count = steps or setup.steps
-    words = ["--virtual-ranks", str(RANKS), "--steps", str(count), "--seed", str(seed)]
+    words = ["--virtual-ranks", str(setup.ranks), "--steps", str(count), "--seed", str(seed)]
     words += ["--rate-floor", str(RATE_FLOOR), "--mbit", "100", *setup.options, *method.options]
     # as the learning rate rises: what is withheld then belongs to other weights
     words += ["--dense-steps", str(count // 20 if method.withholds else 0)]
@@ -265,7 +277,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
     for (setup, method), each in outcomes(cases).items():
         if method in ABLATION:
             continue  # it explains, and has no target
-        limit = PERPLEXITY if each.perplexity else AUTO_ACCURACY if method == "auto" else ACCURACY
+        limit = PERPLEXITY if each.perplexity else AUTO_ACCURACY if method == AUTO else ACCURACY
         mean = statistics.mean(each.lost)
         if mean > limit:
             problems.append(f"{setup}, {method}: loses {100 * mean:.2f}, target {100 * limit:g}")
