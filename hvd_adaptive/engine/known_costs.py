@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +17,15 @@ from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch
 
-__all__ = ["KnownCosts", "fastest", "measure_codec"]
+__all__ = ["KnownCosts", "measure_codec", "seconds_of"]
+
+T = TypeVar("T")
 
 SAMPLE = 1 << 18
 """Elements on which a compressor's speed is measured."""
 REPEATS = 3
+AT_LEAST = 0.012
+"""Seconds that a measurement takes: several turns of a core that ranks share."""
 
 
 class KnownCosts:
@@ -76,7 +80,7 @@ class KnownCosts:
     def link(self, compressors: Iterable[Compressor] = ()) -> LinkCosts:
         """Measure what is not known yet; all ranks then know what rank 0 has found.
 
-        Cost: see :func:`~hvd_adaptive.comm.link_costs.measure_link`, once, and some ms per compressor.
+        Cost: see :func:`~hvd_adaptive.comm.link_costs.measure_link`, once, and 50 ms per compressor.
 
         Args:
             compressors: whose :meth:`codec` will be asked for; all of gathered payloads.
@@ -87,8 +91,9 @@ class KnownCosts:
         # no count in the names: ranks that have just joined know of no earlier measurement
         mine = self._link or self.transport.link_costs(self.prefix)
 
+        measured = self.timed(lambda: {key: measure_codec(each) for key, each in missing.items()})
+
         def found() -> dict[str, dict[str, Any]]:
-            measured = {key: measure_codec(each) for key, each in missing.items()}
             # a rank that has just joined knows none of them
             return {"": mine.to_dict()} | {
                 key: asdict(each) for key, each in {**self._codecs, **measured}.items()
@@ -99,13 +104,22 @@ class KnownCosts:
         self._codecs |= {key: CodecCosts(**costs) for key, costs in agreed.items()}
         return self._link
 
+    def timed(self, measure: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """What timing compressors gives: on all ranks at once, as all of them compress at once.
+
+        Where ranks share cores, or the memory, they take from each other what they do in training.
+        Virtual ranks stand for processes that have a core each, and only rank 0 measures.
+        """
+        alone = not self.transport.takes_time and self.transport.rank != 0
+        return {} if alone else measure()
+
 
 def _key(compressor: Compressor) -> str:
     return format_spec(compressor.state_key)
 
 
 def measure_codec(compressor: Compressor) -> CodecCosts:
-    """Time a compressor on random numbers, in host memory. Cost: some ms."""
+    """Time a compressor on random numbers, in host memory. Cost: 50 ms."""
     assert isinstance(compressor, GatheredCompressor), compressor
     x, out = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)), torch.empty(SAMPLE)
     batch = LayerBatch(x.clone(), np.array([0, SAMPLE]), [compressor.level])
@@ -115,20 +129,20 @@ def measure_codec(compressor: Compressor) -> CodecCosts:
         batch.x.copy_(x)
         compressor.compress_layers_(batch)
 
-    compressing = fastest(compress)
-    one = fastest(lambda: compressor.decompress_layers_sum_([body], [out], 1.0))
-    three = fastest(lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0))
+    compressing = seconds_of(compress)
+    one = seconds_of(lambda: compressor.decompress_layers_sum_([body], [out], 1.0))
+    three = seconds_of(lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0))
     payload = max(0.0, three - one) / 2
     return CodecCosts(
         compressing / SAMPLE, max(0.0, one - payload) / SAMPLE, payload / max(1, body.numel())
     )
 
 
-def fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
+def seconds_of(work: Callable[[], object]) -> float:
+    """Mean seconds of some calls after the first, which makes buffers."""
+    work()
+    calls, started = 0, time.perf_counter()
+    while calls < REPEATS or time.perf_counter() - started < AT_LEAST:
         work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+        calls += 1
+    return (time.perf_counter() - started) / calls
