@@ -1,6 +1,6 @@
 """How near are predictions to steps that they have not seen: other ranks, other rates, compressed?
 
-    sudo -E python -m benchmarks.network.prediction            # 20 minutes; resumable
+    sudo -E python -m benchmarks.network.prediction            # 30 minutes; resumable
     sudo -E python -m benchmarks.network.prediction --only "4 x 200mbit"
     sudo -E python -m benchmarks.network.prediction --quick    # a smoke run; writes no file
     python -m benchmarks.network.prediction --check            # 1 if a stored target is missed
@@ -41,7 +41,7 @@ METHODS = {
     "topk:density=0.01,values=int8 two_shot": ("topk:values=int8", 0.01, "two_shot"),
 }
 """By what a worker is told: compressor, level and scheme of the prediction."""
-BLOCKS, STEPS = 2, 6
+BLOCKS, STEPS = 3, 12
 NEAR, SHARE = 0.10, 0.9
 """Targets: so near must so many predictions of what was not seen be."""
 
