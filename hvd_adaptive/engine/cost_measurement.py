@@ -13,7 +13,7 @@ from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.collectives.costs import CodecCosts
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
-from hvd_adaptive.comm.link_costs import LEAST_BYTE, LinkCosts
+from hvd_adaptive.comm.link_costs import CARRIED, LEAST_BYTE, LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.compressors import CastCompressor, Compressor
 from hvd_adaptive.compressors.base import GatheredCompressor, LayerContext
@@ -21,8 +21,8 @@ from hvd_adaptive.engine.known_costs import KnownCosts, seconds_of
 
 __all__ = ["CostMeasurement"]
 
-SMALL, LARGE = 64, 1 << 16
-"""Elements of the sums that are timed."""
+SMALL = 64
+"""Elements of the small sums that are timed."""
 REPEATS = 4
 SAMPLE = (512, 512)
 """Shape of what compressors are timed on."""
@@ -56,7 +56,7 @@ class CostMeasurement:
     def __call__(self, compressors: Sequence[Compressor], again: bool) -> MeasuredCosts:
         """Measure; all ranks call it at the same time.
 
-        Cost: some operations of 256 KiB at most, and 50 ms for each compressor.
+        Cost: some operations with 512 KiB on each link, and 50 ms for each compressor.
 
         Args:
             compressors: in the order in which they were named.
@@ -90,12 +90,12 @@ class CostMeasurement:
         """An allreduce of this dtype; its bytes are those of a payload."""
         if self._link is not None:
             return SumCosts.of_ring(self._link)
+        of_byte = planned_link_bytes(1.0, "allreduce", self._known.transport.size)
+        size = int(CARRIED / max(of_byte, 1.0) / dtype.itemsize)
         small, large = (
-            self._seconds(f"{prefix}.{dtype}.{size}", dtype, size) for size in (SMALL, LARGE)
+            self._seconds(f"{prefix}.{dtype}.{each}", dtype, each) for each in (SMALL, size)
         )
-        carried = planned_link_bytes(
-            float((LARGE - SMALL) * dtype.itemsize), "allreduce", self._known.transport.size
-        )
+        carried = (size - SMALL) * dtype.itemsize * of_byte
         return SumCosts(small, max(LEAST_BYTE, (large - small) / carried))
 
     def _seconds(self, name: str, dtype: torch.dtype, size: int) -> float:
