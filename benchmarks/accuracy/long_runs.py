@@ -53,7 +53,10 @@ class Setup:
 
 
 MLP = ("--preset", "mlp-fashion", "--width", "256")
-LSTM = ("--preset", "lstm-sotu", "--vocabulary", "1000", "--width", "128", "--batch-size", "16")
+LSTM = (
+    *("--preset", "lstm-sotu", "--vocabulary", "1000", "--width", "128"),
+    *("--batch-size", "16", "--lr", "5"),
+)
 TRANSFORMER = ("--preset", "transformer-sotu", "--width", "64", "--layers", "2")
 
 

@@ -686,7 +686,7 @@ def automatic() -> str:
 
 def long_runs() -> str:
     """Scores and bytes of runs that are long enough."""
-    from benchmarks.accuracy.long_runs import ABLATION, RANKS, SEEDS, outcomes, rows
+    from benchmarks.accuracy.long_runs import ABLATION, CASES, SEEDS, outcomes, rows
 
     figures = load("long_runs")
     found = outcomes(figures["cases"])
@@ -699,12 +699,12 @@ def long_runs() -> str:
     planned = f" L-GreCo sends so many times fewer bytes than its reference: {', '.join(fewer)}."
     return section(
         "Accuracy of long runs",
-        f"Presets trained with the gradients of {RANKS} virtual ranks; {len(SEEDS)} seeds are planned. "
-        f"{source('long_runs', figures)}",
+        "Models trained with the gradients of 4 virtual ranks, or as many as their name says; "
+        f"{len(SEEDS)} seeds are planned. {source('long_runs', figures)}",
         (
             "Dense, one level for all layers, and planners",
             "What do planners lose in runs that are long enough for error feedback, what do they save?",
-            f"{len(figures['cases'])} runs were made.{planned if fewer else ''}",
+            f"{len(figures['cases'])} of {len(CASES)} runs were made.{planned if fewer else ''}",
             of_rows(rows(figures["cases"])),
         ),
         (

@@ -139,15 +139,13 @@ def _summand(compressor: Compressor) -> SummandCosts:
 
 def _codec_seconds(compressor: Compressor) -> tuple[float, float]:
     """Seconds per element of compressing and of decompressing."""
-    if compressor.name == "none":
-        return 0.0, 0.0  # summed where the gradient is
     generator = torch.Generator().manual_seed(0)
     if isinstance(compressor, CastCompressor):
-        # what a bucket of casts is: two copies
+        # what a bucket of casts takes, of whatever dtype: two copies
         x = torch.randn(CAST_SAMPLE, generator=generator)
-        half = torch.zeros_like(x, dtype=compressor.wire_dtype)
-        compress = seconds_of(lambda: torch._foreach_copy_([half], [x]))
-        return compress / len(x), seconds_of(lambda: torch._foreach_copy_([x], [half])) / len(x)
+        cast = torch.zeros_like(x, dtype=compressor.wire_dtype)
+        compress = seconds_of(lambda: torch._foreach_copy_([cast], [x]))
+        return compress / len(x), seconds_of(lambda: torch._foreach_copy_([x], [cast])) / len(x)
     x = torch.randn(SAMPLE[0] * SAMPLE[1], generator=generator)
     out, context = torch.zeros_like(x), LayerContext(shape=SAMPLE, state=compressor.new_state())
     payload = compressor.compress_(x.clone(), compressor.level, context)
