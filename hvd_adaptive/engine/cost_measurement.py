@@ -11,7 +11,6 @@ import torch
 
 from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.collectives import planned_link_bytes
-from hvd_adaptive.collectives.costs import CodecCosts
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
 from hvd_adaptive.comm.link_costs import CARRIED, LEAST_BYTE, LinkCosts
 from hvd_adaptive.comm.request import Request
@@ -52,6 +51,8 @@ class CostMeasurement:
         self._known = known
         self._schemes, self._cap_bytes = tuple(schemes), cap_bytes
         self._link, self._compute_seconds = link, compute_seconds
+        self._added: dict[str, dict[str, Any]] = {}
+        """Costs of compressors whose payloads are added, as JSON: no network changes them."""
 
     def __call__(self, compressors: Sequence[Compressor], again: bool) -> MeasuredCosts:
         """Measure; all ranks call it at the same time.
@@ -64,8 +65,8 @@ class CostMeasurement:
         """
         if again:
             self._known.forget_network()
-        gathered = [each for each in compressors if isinstance(each, GatheredCompressor)]
-        link = self._known.link(gathered)
+        gathered = {short_spec(x): x for x in compressors if isinstance(x, GatheredCompressor)}
+        link = self._known.link(gathered.values())
         prefix = f"{self._known.prefix}.sums"
         sums = {
             str(dtype): self._sums(prefix, dtype)
@@ -82,8 +83,17 @@ class CostMeasurement:
             self._link is not None,
             self._compute_seconds,
         )
-        codecs = self._known.timed(lambda: self._codecs(compressors))
-        costs = self._known.control.decide(lambda: {**found.to_dict(), "codecs": codecs})
+        added = {short_spec(x): x for x in compressors if short_spec(x) not in gathered}
+        missing = {spec: x for spec, x in added.items() if spec not in self._added}
+        timed = self._known.timed(lambda: {spec: asdict(_summand(x)) for spec, x in missing.items()})
+
+        def codecs() -> dict[str, dict[str, Any]]:
+            rows = {spec: asdict(self._known.codec(x)) for spec, x in gathered.items()}
+            rows |= self._added | timed
+            return {short_spec(each): rows[short_spec(each)] for each in compressors}
+
+        costs = self._known.control.decide(lambda: {**found.to_dict(), "codecs": codecs()})
+        self._added = {spec: costs["codecs"][spec] for spec in added}
         return MeasuredCosts.from_dict(costs)
 
     def _sums(self, prefix: str, dtype: torch.dtype) -> SumCosts:
@@ -107,14 +117,6 @@ class CostMeasurement:
             transport.wait(transport.submit(Request("allreduce", payload), name, repeat))
             seconds.append(time.perf_counter() - started)
         return min(seconds[1:])
-
-    def _codecs(self, compressors: Sequence[Compressor]) -> dict[str, dict[str, Any]]:
-        """Each compressor's own costs, as JSON."""
-        rows: dict[str, CodecCosts | SummandCosts] = {}
-        for each in compressors:
-            gathered = isinstance(each, GatheredCompressor)
-            rows[short_spec(each)] = self._known.codec(each) if gathered else _summand(each)
-        return {spec: asdict(row) for spec, row in rows.items()}
 
 
 def _summed_as(compressor: Compressor) -> torch.dtype | None:

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adaptive.collectives.costs import CodecCosts
 from hvd_adaptive.comm.link_costs import CARRIED, measure_link
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
-from hvd_adaptive.engine import known_costs
+from hvd_adaptive.engine import cost_measurement, known_costs
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.known_costs import KnownCosts, seconds_of
 
-QUICK = known_costs.CodecCosts(1e-9, 1e-9, 1e-9)
+QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
 
 
 def measured(ranks: int, *specs: str) -> list[Any]:
@@ -46,7 +47,7 @@ def test_compressors_are_timed_on_all_ranks_at_once(
     """They compress at once in training; but virtual ranks stand for others that have a core each."""
     timed: list[Compressor] = []
 
-    def watched(compressor: Compressor) -> known_costs.CodecCosts:
+    def watched(compressor: Compressor) -> CodecCosts:
         timed.append(compressor)
         return QUICK
 
@@ -56,6 +57,30 @@ def test_compressors_are_timed_on_all_ranks_at_once(
     assert len(timed) == (6 if takes_time else 2)
     assert [each.to_dict() for each in found] == [found[0].to_dict()] * 3
     assert list(found[0].codecs.values())[:2] == [QUICK, QUICK]
+
+
+def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network changes what a compressor takes, and a small step is a few ms."""
+    calls = 0
+
+    def counted(work: Any) -> float:
+        nonlocal calls
+        calls += 1
+        return 1e-3
+
+    monkeypatch.setattr(known_costs, "seconds_of", counted)
+    monkeypatch.setattr(cost_measurement, "seconds_of", counted)
+    compressors = [parse(spec) for spec in ("fp16", "topk:density=0.1", "none")]
+
+    def measure(rank: LocalRank) -> list[Any]:
+        known = KnownCosts(rank.transport(), rank.control("control"), "costs")
+        costs = CostMeasurement(known, ("auto",), 25e6)
+        return [costs(compressors, again).codecs for again in (False, True)]
+
+    ((once, again),) = LocalGroup(1).run(measure)
+    assert calls == 2 + 3 + 2
+    assert once == again
+    assert list(once) == ["fp16", *(spec for spec in once if "topk" in spec), "none"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

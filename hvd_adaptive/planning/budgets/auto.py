@@ -117,7 +117,10 @@ DRAIN = 0.25
 LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
 LEAST_GAP, MOST_GAP = 50, 1600
-"""Steps between measurements of the network where forecasts stay wrong: doubled each time."""
+"""Steps between measurements of the network where forecasts go wrong: doubled each time."""
+QUIET = 4
+"""Such gaps without a reason to measure, after which they may be half as long: where steps take now
+this and now that time, measuring helps for a while only, and costs as much as a dozen small steps."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
 NEW_SHARE = 0.25
@@ -221,8 +224,8 @@ class AutoBudget(Budget):
         score = self._score
         if score.expected is None or score.median is None:
             return
-        if not score.misses:
-            self._measure_gap = LEAST_GAP
+        if not score.misses and self._step >= self._measured_step + QUIET * self._measure_gap:
+            self._measure_gap = max(LEAST_GAP, self._measure_gap // 2)
         if score.misses >= 2 and self._may_measure(self._step):
             self._remeasure = True
             self._dense.keep_last(score.window)
