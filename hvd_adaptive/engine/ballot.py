@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,22 +33,22 @@ class Ballot:
         self._questions: tuple[str, ...] = ()
         self._counts: dict[str, float] | None = None
 
-    def prepare(self, **answers: bool) -> Tensor:
-        """Ask all ranks some questions, by name.
+    def cast(self, step: int, take_along: Callable[[Tensor], bool] | None, **answers: bool) -> None:
+        """Ask all ranks some questions, by name; :meth:`outcome` waits for their answers.
 
-        Returns:
-            ``float64[V]``: to be reduced over the ranks, in place, before :meth:`outcome`.
+        Args:
+            step: number of the step.
+            take_along: has the votes summed with the gradients, before :meth:`outcome` is asked for,
+                and says whether it does; None sends them at once in an operation of their own, for
+                whoever must hear of absent ranks before anything else is sent.
+            answers: this rank's.
         """
         self._handle = self._counts = None
         self._questions = (*answers, _PRESENT)
         # float64, which no gradient is: Horovod would copy a large one to send both in one buffer
         self._votes = torch.tensor([*map(float, answers.values()), 1.0], dtype=torch.float64)
-        return self._votes
-
-    def cast(self, step: int) -> None:
-        """Reduce what was prepared in an operation of its own; :meth:`outcome` waits for it."""
-        assert self._votes is not None, "nobody has voted"
-        self._handle = self._transport.submit(Request("allreduce", self._votes), self._name, step)
+        if take_along is None or not take_along(self._votes):
+            self._handle = self._transport.submit(Request("allreduce", self._votes), self._name, step)
 
     def outcome(self) -> dict[str, bool]:
         """Which questions any rank has answered with yes, the same on all ranks."""

@@ -66,8 +66,7 @@ class Exchange:
         """What of this step was compressed before its turn."""
         self.timings: list[CollectiveTiming] = []
         """This step's operations, once all have ended, in an order that is the same on all ranks."""
-        self.passengers: Tensor | None = None
-        """Numbers that the last bucket is to take along; its result overwrites them."""
+        self._passengers: Tensor | None = None
         self._takes_passengers = -1
         self._inflight: deque[_InFlight] = deque()
         self._feedback: Mapping[int, FeedbackState] = {}
@@ -110,12 +109,18 @@ class Exchange:
 
     @property
     def takes_passengers(self) -> bool:
-        """Whether the last bucket can take :attr:`passengers`; the same on all ranks.
+        """Whether the last bucket can take some numbers along; the same on all ranks.
 
         Not where operations of a node's ranks could be under way without one that has joined: absent
         ranks must then be known before anything is waited for.
         """
         return self._takes_passengers >= 0 and not self.reduces_in_nodes
+
+    def take_along(self, passengers: Tensor) -> bool:
+        """Have the last bucket take some numbers along, if it can: its result overwrites them."""
+        if self.takes_passengers:
+            self._passengers = passengers
+        return self.takes_passengers
 
     @property
     def reduces_in_nodes(self) -> bool:
@@ -136,7 +141,7 @@ class Exchange:
         self.step = step
         self.timings.clear()
         self.payloads.forget()
-        self.passengers = None
+        self._passengers = None
 
     def start(self, bucket: Bucket, grads: list[Tensor]) -> None:
         """Compress a bucket and launch its first operation.
@@ -164,7 +169,7 @@ class Exchange:
         passes = bucket.kind is not PayloadKind.ENCODED
         passengers = None
         if bucket.index == self._takes_passengers:
-            passengers, self.passengers = self.passengers, None
+            passengers, self._passengers = self._passengers, None
 
         def observe_energy(of: Bucket, energy: Float64s, sent: Float64s) -> None:
             times = weight if passes else 1

@@ -315,19 +315,15 @@ class Reducer:
     def _vote(self) -> list[str]:
         """Report what this rank has met in this step, and ask for what rank 0's planner wants."""
         dropped, wanted = self._gradients.dropped(), self.controller.votes(self.rounds)
-        votes = self._ballot.prepare(
+        self._ballot.cast(
+            self.rounds,
+            None if self.controller.exact else self._exchange.take_along,
             adapt=self._parameters_changed,
             rising=self.rounds == 0 or self._rates.rising,
             relearn=self._rates.fell(self._codecs.least_drop),
             dropped=bool(dropped),
-            collect=wanted.collect,
-            ready=wanted.ready,
+            **wanted._asdict(),
         )
-        # one that decides before anything is sent must hear of absent ranks before that
-        if self._exchange.takes_passengers and not self.controller.exact:
-            self._exchange.passengers = votes
-        else:
-            self._ballot.cast(self.rounds)
         return dropped
 
     def _require_all_ranks(self) -> None:

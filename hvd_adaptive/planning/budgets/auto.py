@@ -118,6 +118,8 @@ LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
 LEAST_GAP, MOST_GAP = 50, 1600
 """Steps between measurements of the network where forecasts go wrong: doubled each time."""
+FAR_OFF, FAR_GAP = 1.5, 200
+"""By what factor steps are off where that is hardly chance, and the most such steps then."""
 QUIET = 4
 """Such gaps without a reason to measure, after which they may be half as long: where steps take now
 this and now that time, measuring helps for a while only, and costs as much as a dozen small steps."""
@@ -245,8 +247,12 @@ class AutoBudget(Budget):
     # --- granting ---------------------------------------------------------------------------------
 
     def _may_measure(self, step: int) -> bool:
-        """Not again and again where measuring does not help."""
-        return step >= self._measured_step + self._measure_gap
+        """Not again and again where measuring does not help, unless all is very different."""
+        score, gap = self._score, self._measure_gap
+        if score.median is not None and score.expected:
+            far = abs(math.log(score.median / score.expected)) > math.log(FAR_OFF)
+            gap = min(gap, FAR_GAP) if far else gap
+        return step >= self._measured_step + gap
 
     def inform(self, facts: PlanningInput) -> None:
         """Keep what :meth:`allow` works with."""
