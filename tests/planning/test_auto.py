@@ -519,7 +519,7 @@ def test_auto_steps_back_after_a_control_window_and_says_so() -> None:
 def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_second() -> None:
     world = World(mbit=30.0, layers=161, numel=150_000, compute=1.0, levels_of_topk=100).run(40)
     seconds = []
-    for _ in range(3):
+    for _ in range(10):  # a core has slow phases
         started = time.process_time()
         world.planner.plan(world.input())
         seconds.append(time.process_time() - started)
