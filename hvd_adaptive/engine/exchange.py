@@ -102,10 +102,11 @@ class Exchange:
 
     def _can_take(self, last: Bucket) -> bool:
         """Whether counts of all ranks can be summed along with a bucket."""
-        scheme, keeps = scheme_named(last.scheme), bool(self._feedback[last.index].slots)
+        keeps = bool(self._feedback[last.index].slots)
+        if not scheme_named(last.scheme).takes_passengers(last, keeps):
+            return False
         # every sum may be rounded, and one rank more or less must still be seen
-        exact = self.transport.size**2 * torch.finfo(last.dtype).eps < 1
-        return exact and scheme.takes_passengers(last, keeps)
+        return self.transport.size**2 * torch.finfo(last.dtype).eps < 1
 
     @property
     def takes_passengers(self) -> bool:
