@@ -96,7 +96,10 @@ def test_a_large_layer_that_is_sent_alone_trains_as_stock_does() -> None:
 
 
 def test_compression_fp16_equals_stock_fp16_under_both_libraries_names() -> None:
-    expected = train(stock, compression=hvd.Compression.fp16)
+    # on a busy machine Horovod's cycles may part its tensors, and halves then add up in another order
+    trainings = [train(stock, compression=hvd.Compression.fp16) for _ in range(3)]
+    kinds = [[bits(each) for step in run for each in step.values()] for run in trainings]
+    expected = trainings[max(range(3), key=lambda run: kinds.count(kinds[run]))]
     for compression in ("fp16", hva.Compression.fp16, hvd.Compression.fp16):
         assert_same(train(ours, compression=compression), expected)
 
