@@ -9,7 +9,7 @@ What error feedback withholds costs accuracy in proportion to 1 / (density * ste
 long where that product is 50 or more, as in the papers. Models train with the gradients of 4 virtual
 ranks (virtual_training.py), one run on each core, from the same seeds and data by every method. A
 *reference* sends every layer at one level; a planner starts from it. Differences are of the same seeds,
-with the 95 % interval of Student's t. Nothing here was tuned: levels are the papers' or follow from the
+with the 95 % interval of Student's t. Levels were not tuned: they are the papers' or follow from the
 product above. Models and learning rates were chosen by dense training with seeds 11 and 12, which are
 in no table: so that a run takes minutes, and so that two seeds end within 1 % of each other.
 """

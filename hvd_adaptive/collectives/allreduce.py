@@ -11,7 +11,7 @@ from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.collectives.base import BucketIO, Scheme, Steps
 from hvd_adaptive.collectives.summed import observe_casts, reduce_summable, sends_plain_casts
 from hvd_adaptive.comm.request import Request, operation_bytes
-from hvd_adaptive.compressors.base import CastCompressor
+from hvd_adaptive.feedback import FeedbackState
 from hvd_adaptive.layers import PayloadKind
 
 
@@ -33,11 +33,11 @@ class AllReduce(Scheme):
         else:
             yield from reduce_summable(bucket, grads, io, _allreduce)
 
-    def takes_passengers(self, bucket: Bucket, keeps: bool) -> bool:
+    def takes_passengers(self, bucket: Bucket, feedback: FeedbackState) -> bool:
         """Where a bucket of casts has a buffer of its own, whatever its gradients' dtypes are."""
-        casts = all(isinstance(each.compressor, CastCompressor) for each in bucket.segments)
         # to read them from another device would be to wait for it
-        return casts and not keeps and len(bucket.layers) > 1 and bucket.device.type == "cpu"
+        here = bucket.device.type == "cpu"
+        return here and len(bucket.layers) > 1 and sends_plain_casts(bucket, feedback)
 
     def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:
         """As of one allreduce of the payload."""
@@ -56,5 +56,5 @@ def _allreduce(flat: Tensor, io: BucketIO) -> Generator[Request, Tensor, Tensor]
 
 def _is_own_buffer(bucket: Bucket, grads: list[Tensor], io: BucketIO) -> bool:
     """Whether the one gradient of the bucket is summed where it is, without a copy."""
-    plain = len(grads) == 1 and sends_plain_casts(bucket, io)
+    plain = len(grads) == 1 and sends_plain_casts(bucket, io.feedback)
     return plain and grads[0].dtype == bucket.dtype and grads[0].is_contiguous()

@@ -253,14 +253,14 @@ class Scheme(ABC):
         del topology
         return self.shots
 
-    def takes_passengers(self, bucket: Bucket, keeps: bool) -> bool:
+    def takes_passengers(self, bucket: Bucket, feedback: FeedbackState) -> bool:
         """Whether some numbers can be summed along with a bucket, whatever its gradients are.
 
         Args:
             bucket: the bucket.
-            keeps: whether feedback keeps anything of it.
+            feedback: what is kept of it.
         """
-        del bucket, keeps
+        del bucket, feedback
         return False
 
     @abstractmethod

@@ -28,7 +28,7 @@ from hvd_adaptive.compressors.base import (
     Rounds,
     all_finite,
 )
-from hvd_adaptive.feedback import split
+from hvd_adaptive.feedback import FeedbackState, split
 
 Reduction: TypeAlias = Callable[[Tensor, BucketIO], Generator[Request, Tensor, Tensor]]
 """Reduces a flat buffer over the ranks; returns the result."""
@@ -36,7 +36,7 @@ Reduction: TypeAlias = Callable[[Tensor, BucketIO], Generator[Request, Tensor, T
 
 def reduce_summable(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction: Reduction) -> Steps:
     """Reduce a bucket of summable payloads: casts in one copy, other compressors in their rounds."""
-    if not sends_plain_casts(bucket, io):
+    if not sends_plain_casts(bucket, io.feedback):
         yield from _run_rounds(bucket, grads, io, reduction)
         return
     # an overflow becomes Inf, as with Horovod: nobody would keep what saturation cuts off
@@ -65,9 +65,9 @@ def _energies(tensors: Sequence[Tensor]) -> Float64s:
     return np.square(np.where(np.isfinite(norms), norms, 0.0))
 
 
-def sends_plain_casts(bucket: Bucket, io: BucketIO) -> bool:
+def sends_plain_casts(bucket: Bucket, feedback: FeedbackState) -> bool:
     """Whether the payload is the gradients themselves, cast, and nothing is kept of them."""
-    return not io.feedback.slots and all(
+    return not feedback.slots and all(
         isinstance(segment.compressor, CastCompressor) for segment in bucket.segments
     )
 

@@ -31,7 +31,6 @@ class Ballot:
         self._votes: Tensor | None = None
         self._handle: Handle | None = None
         self._questions: tuple[str, ...] = ()
-        self._counts: dict[str, float] | None = None
 
     def cast(self, step: int, take_along: Callable[[Tensor], bool] | None, **answers: bool) -> None:
         """Ask all ranks some questions, by name; :meth:`outcome` waits for their answers.
@@ -43,7 +42,7 @@ class Ballot:
                 whoever must hear of absent ranks before anything else is sent.
             answers: this rank's.
         """
-        self._handle = self._counts = None
+        self._handle = None
         self._questions = (*answers, _PRESENT)
         # float64, which no gradient is: Horovod would copy a large one to send both in one buffer
         self._votes = torch.tensor([*map(float, answers.values()), 1.0], dtype=torch.float64)
@@ -74,6 +73,4 @@ class Ballot:
         assert self._votes is not None, "nobody has voted"
         if self._handle is not None:
             self._votes, self._handle = self._transport.wait(self._handle), None
-        if self._counts is None:
-            self._counts = dict(zip(self._questions, self._votes.tolist(), strict=True))
-        return self._counts
+        return dict(zip(self._questions, self._votes.tolist(), strict=True))

@@ -102,8 +102,7 @@ class Exchange:
 
     def _can_take(self, last: Bucket) -> bool:
         """Whether counts of all ranks can be summed along with a bucket."""
-        keeps = bool(self._feedback[last.index].slots)
-        if not scheme_named(last.scheme).takes_passengers(last, keeps):
+        if not scheme_named(last.scheme).takes_passengers(last, self._feedback[last.index]):
             return False
         # every sum may be rounded, and one rank more or less must still be seen
         return self.transport.size**2 * torch.finfo(last.dtype).eps < 1
