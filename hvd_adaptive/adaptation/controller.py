@@ -154,6 +154,8 @@ class AdaptationController:
         if self._averages is not None:
             self._averages()
         self._worker.wait()  # the planner must not plan and observe at once
+        if self._sampler.rows:  # which were others
+            self._worker.planner.renew()
         asked, twice = self.recipe.candidate_factors(), self._sampler.measures_beyond
         rows = [
             LayerSamples.of(*row, self._alternatives, self._ranks, self._ranks_per_node, asked, *twice)
@@ -314,8 +316,9 @@ class AdaptationController:
 
     def start_collection(self, step: int) -> None:
         """Start to average, or to gather, what was measured; all ranks call it."""
-        if Measurement.ERRORS in self._needs and not self._sampler.sampled:
-            return  # asked again until something was measured
+        self._sampler.hurries = Measurement.ERRORS in self._needs and not self._sampler.sampled
+        if self._sampler.hurries:
+            return  # asked again when something was measured
         self._trigger, self._sampler.sampled = step, 0
         join = self._channel.gather if self.per_rank_levels else self._channel.mean
         self._averages = join(self._sampler.take())
@@ -374,6 +377,7 @@ class AdaptationController:
         self.expected = _foreseen(names, message.errors[mine], message.energies[mine])
         self._factor = message.factor
         self._sampler.set_factors(message.factors, step)
+        self._sampler.patience = int(message.report.get("patience", 1))
         self._decided = True
         self.outlook.plans += 1
         self.reasons = message.reasons
@@ -412,6 +416,8 @@ class AdaptationController:
             "message": None if message is None else message.to_json(),
             "table": None if self._table is None else self._table.tolist(),
             "sampled": self._sampler.sampled,
+            "patience": self._sampler.patience,
+            "hurries": self._sampler.hurries,
             "measured": self._sampler.measured(),
         }
 
@@ -440,6 +446,8 @@ class AdaptationController:
         if state is None:
             return
         self._sampler.sampled, self._decided = int(state["sampled"]), bool(state["decided"])
+        self._sampler.patience = int(state.get("patience", 1))  # older states have neither
+        self._sampler.hurries = bool(state.get("hurries", False))
         if list(state["levels"]) != list(self._sampler.rows):
             return  # of other layers: a table or plan of them is of no use
         self._trigger = state["trigger"]

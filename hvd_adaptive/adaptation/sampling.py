@@ -378,6 +378,10 @@ class Sampler:
         """The first step of these factors."""
         self.sampled = 0
         """Steps whose gradients counted for the errors since the last plan."""
+        self.patience = 1
+        """Periods until the next plan; the same on all ranks, as is the next."""
+        self.hurries = False
+        """Whether a plan is asked for, and nothing was measured: then that is done in the next step."""
         # this step's sums over the layers: what each factor sends, and of what
         self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
@@ -431,8 +435,8 @@ class Sampler:
 
     def _is_sampled(self, step: int) -> bool:
         """Whether this step is one of the few of a period on which single gradients are measured."""
-        period = self._recipe.period or 10 * SAMPLES
-        return step % max(LEAST_APART, period // SAMPLES) == 0
+        period = (self._recipe.period or 10 * SAMPLES) * self.patience
+        return self.hurries or step % max(LEAST_APART, period // SAMPLES) == 0
 
     def measures_gains(self, step: int) -> bool:
         """Whether gains are measured in this step; the same on all ranks."""

@@ -124,6 +124,8 @@ class Pricing(CheckedOptions):
 
 _SETTLING = 5
 """Steps after a switch whose times are not used."""
+_NEW_LAYERS = 20
+"""Steps after a change of the layers that train before they are planned for: it may be undone soon."""
 
 
 @final
@@ -133,7 +135,8 @@ class Planner:
     Args:
         budget: how much.
         allocator: shared out how.
-        period: steps between decisions; 0 decides only when the budget is urgent.
+        period: steps between decisions, times the budget's patience; 0 decides only when the budget is
+            urgent.
         pricing: of bytes.
         metric: in which errors are added up; as they are measured by default.
 
@@ -172,6 +175,7 @@ class Planner:
         self.facts: PlanningInput | None = None
         """What the last decision was made from."""
         self._last: int | None = None
+        self._seen = 0
         self._next = 0
         self._trial = 0
 
@@ -190,6 +194,7 @@ class Planner:
 
     def observe(self, facts: StepMeasurements) -> None:
         """Learn from a step. Cost: O(layers + buckets^2)."""
+        self._seen = facts.step
         self.budget.observe(facts)
         if facts.bucket_bytes is None or facts.sync_seconds is None:
             return
@@ -202,6 +207,10 @@ class Planner:
             return step >= self._next
         regular = self._period > 0 and step >= self._next
         return (regular or self.budget.urgent) and self.budget.ready
+
+    def renew(self) -> None:
+        """Other layers train from now on: a regular plan is due soon."""
+        self._next = self._seen + min(self._period, _NEW_LAYERS)
 
     def plan(self, facts: PlanningInput) -> Decision:
         """Decide. Cost: that of the allocator; some 30 ms for 161 layers of 100 candidates.
@@ -219,7 +228,7 @@ class Planner:
         if tries:
             table, share, why = self._next_trial(facts)
         else:
-            self._next, share = facts.step + self._period, 1.0
+            share = 1.0
             table, why = self._priced(facts)
         others = facts.other_bytes
         self.budget.inform(facts)
@@ -239,6 +248,8 @@ class Planner:
             levels, shortfall, found = self._allocate(admitted, within)
         own = self._own(facts, levels, allowed)
         why += self.budget.chosen(levels)
+        if not tries:
+            self._next = facts.step + self._period * self.budget.patience
         report = {
             "error": table.error(levels),
             "squared_error": squared.error(levels),

@@ -29,6 +29,33 @@ def sampler_of(recipe: str, own: Compressor, factors: tuple[float, ...] = ()) ->
     return sampler
 
 
+# --- when -----------------------------------------------------------------------------------------
+
+
+def sampled_steps(sampler: Sampler, steps: int) -> list[int]:
+    return [step for step in range(steps) if sampler.samples(step)]
+
+
+def test_errors_are_measured_on_a_few_steps_of_the_time_until_the_next_plan() -> None:
+    sampler = sampler_of("auto", parse("fp16"))
+    assert sampled_steps(sampler, 200) == [*range(0, 200, 25)]
+    sampler.patience = 8
+    assert sampled_steps(sampler, 800) == [0, 200, 400, 600]
+
+
+def test_where_a_plan_is_asked_for_and_nothing_was_measured_the_next_step_is() -> None:
+    (controller,) = controllers("lgreco:period=400,accumulate=false")
+    sampler = controller._sampler
+    assert not sampler.samples(7)
+    controller.start_collection(6)
+    assert sampler.samples(7)
+    for layer in (each.layer for each in sampler.rows.values()):
+        controller.observe(layer, gradient(layer, 7), gradient(layer, 7), 7)
+    controller.end_step(7, None, [])
+    controller.start_collection(7)
+    assert not sampler.samples(8)
+
+
 # --- GraVAC's gain --------------------------------------------------------------------------------
 
 

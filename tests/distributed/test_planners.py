@@ -248,6 +248,28 @@ def test_a_plan_takes_effect_a_fixed_number_of_steps_after_its_trigger() -> None
     assert changes[0] >= LAG
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("punctual")
+@pytest.mark.parametrize("planner", ["lgreco:period=400", "lgreco:period=400,accumulate=false", "auto"])
+def test_layers_that_are_unfrozen_are_planned_for_within_50_steps(planner: str) -> None:
+    model, optimizer = make(planner)
+    model.wide.requires_grad_(False)
+    seen = []
+    for step in range(90):
+        if step == 40:
+            model.wide.requires_grad_(True)
+        found = gradients(step)
+        if step < 40:
+            del found["wide"]
+        optimizer.zero_grad()
+        set_gradients(model, found)
+        optimizer.step()
+        seen.append(optimizer.plan.step)
+    assert max(seen[:40]) < 40 < 41 + LAG < seen[-1]
+    (wide,) = [row for row in optimizer.plan if row.layer == "wide"]
+    assert wide.error is not None, "its gradients were not looked at"
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.usefixtures("punctual")
 @pytest.mark.parametrize("exact", ["false", "true"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,7 @@ class World:
     """As they would be on a machine of the same speed at all times."""
     compressed: list[bool] = field(default_factory=list)
     switched: list[int] = field(default_factory=list)
+    planned: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         densities = np.geomspace(0.1, 0.001, self.levels_of_topk)
@@ -138,6 +141,7 @@ class World:
             if not self.pending and self.planner.due(self.step):
                 self.pending = self.step, self.planner.plan(self.input())
                 self.decisions.append(self.pending[1])
+                self.planned.append(self.step)
             self.step += 1
         return self
 
@@ -270,6 +274,17 @@ def test_a_sparse_gradient_is_not_sent_slower_than_it_arrives() -> None:
     assert (world.densities[world.levels] >= 0.04).all()
 
 
+def test_a_layer_without_a_gradient_is_planned_for_without_a_warning() -> None:
+    world = World()
+    facts = world.input()
+    assert facts.signals is not None
+    rows = [np.append(0.0, row[1:]) for row in (facts.signals.energy, facts.signals.mean_energy)]
+    silent = replace(facts.signals, energy=rows[0], mean_energy=rows[1])
+    with np.errstate(invalid="raise"):
+        decision = world.planner.plan(replace(facts, signals=silent))
+    assert world.specs[decision.levels[0]] in ("fp16", "none")
+
+
 def test_adam_counts_layers_relative_to_their_gradients() -> None:
     """In plain L2 a layer of tiny gradients is free; relative to itself it is not."""
     sent = {}
@@ -331,6 +346,36 @@ def test_a_restless_machine_is_not_measured_again_and_again() -> None:
     assert world.measured == world.mbit
 
 
+def plans_at(world: World) -> list[int]:
+    """Steps of the plans, after the first ones."""
+    return [each for each in world.planned if each > 200]
+
+
+def test_what_stays_dense_is_looked_at_ever_more_seldom() -> None:
+    """Planning, and measuring errors for it, takes as long as a small step does."""
+    dense, compressed = World(mbit=1e5).run(4000), World(mbit=100.0).run(4000)
+    assert [after - before for before, after in pairwise(plans_at(dense))][-1] == 800
+    assert len(plans_at(dense)) <= 8
+    assert {each.report["patience"] for each in compressed.decisions} == {1.0}
+    assert max(after - before for before, after in pairwise(plans_at(compressed))) <= 100
+
+
+def test_patience_ends_where_the_network_becomes_slow() -> None:
+    world = World(mbit=1e5).run(3000)
+    assert world.decisions[-1].report["patience"] == 8
+    world.mbit = 30.0
+    world.run(50)
+    assert world.used() & {"topk", "qsgdinf"}
+    assert world.decisions[-1].report["patience"] == 1
+
+
+def test_a_resumed_run_is_as_patient() -> None:
+    world = World(mbit=1e5).run(3000)
+    again = World(mbit=1e5)
+    again.planner.load_state_dict(json.loads(json.dumps(world.planner.state_dict())))
+    assert again.planner.budget.patience == world.planner.budget.patience == 8
+
+
 def test_errors_of_sketches_do_not_decide_what_may_wait() -> None:
     """By each plan's own sketches, layers would wait in turn in which no signal happens to be seen."""
     world = World("auto:metric=relative", mbit=10.0, noisy=10.0, blur=0.18).run(4000)
@@ -378,7 +423,7 @@ def changes_of_mind(world: World) -> int:
 def test_a_machine_of_changing_speed_does_not_make_it_restless(mbit: float, slowness: float) -> None:
     """On the whole: what a single run meets is chance."""
     worlds = [
-        World(mbit=mbit, slowness=slowness, restless=0.15, seed=seed).run(1500) for seed in range(4)
+        World(mbit=mbit, slowness=slowness, restless=0.15, seed=seed).run(1500) for seed in range(8)
     ]
     assert np.mean([changes_of_mind(world) for world in worlds]) <= 6
     assert np.mean([np.mean(each.times) / each.dense_seconds for each in worlds]) < 1.025

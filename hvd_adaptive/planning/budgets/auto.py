@@ -15,6 +15,7 @@ from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, Dens
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.budgets.losses import Losses, losses_of
+from hvd_adaptive.planning.budgets.remeasurement import Remeasurement
 from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.explanation import explain, in_ms
 from hvd_adaptive.planning.gradient_signals import (
@@ -64,7 +65,8 @@ class Accuracy(BudgetOptions):
     fewer elements than arrive in a step: its residual would fill up.
 
     Training starts dense. The first plan comes after some timed steps, the next ones every period and
-    whenever the allowed delay has changed much. What a plan foresees is compared with its steps; two
+    whenever the allowed delay has changed much. While all stays dense, each is kept for twice as many
+    periods as the one before, up to eight. What a plan foresees is compared with its steps; two
     windows of steps in a row that are off by 15 % have the network measured again.
 
     Args:
@@ -116,13 +118,9 @@ DRAIN = 0.25
 """Share of the steps that are left by which the delay is bounded near the end."""
 LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
-LEAST_GAP, MOST_GAP = 50, 1600
-"""Steps between measurements of the network where forecasts go wrong: doubled each time."""
-FAR_OFF, FAR_GAP = 1.5, 200
-"""By what factor steps are off where that is hardly chance, and the most such steps then."""
-QUIET = 4
-"""Such gaps without a reason to measure, after which they may be half as long: where steps take now
-this and now that time, measuring helps for a while only, and costs as much as a dozen small steps."""
+MOST_PATIENCE = 8
+"""Periods that a plan is kept at most without another look: measuring errors takes as long as a small
+step does, in vain where no compression pays."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
 NEW_SHARE = 0.25
@@ -150,6 +148,7 @@ class AutoBudget(Budget):
         self._since: Int64s | None = None
         self._planned_step = 0
         self._planned_delay = 0.0
+        self._patience = 1
         # what was learned
         self._factors: Float64s | None = None
         self._shares, self._shares_of = np.zeros(0), 0
@@ -158,8 +157,7 @@ class AutoBudget(Budget):
         self._compute, self._network = 0.0, 1.0
         self._drift, self._caution = 1.0, 1.0
         # what is to be done next
-        self._remeasure = self._measured = False
-        self._measured_step, self._measure_gap = 0, LEAST_GAP
+        self._again = Remeasurement()
         # of the plan that is being made
         self._facts: PlanningInput | None = None
         self._limits: TimeLimits | None = None
@@ -184,9 +182,14 @@ class AutoBudget(Budget):
         return self._plans
 
     @property
+    def patience(self) -> int:
+        """Twice as long with each plan that leaves all dense once more."""
+        return self._patience
+
+    @property
     def urgent(self) -> bool:
         """Whether something went wrong, or the allowed delay is another one by now."""
-        if self._remeasure or self._measured or self._guard.verdict:
+        if self._again.wanted or self._again.done or self._guard.verdict:
             return True
         if self._compresses and (self._guard.wants_dense or self._control.on):
             return True
@@ -226,10 +229,8 @@ class AutoBudget(Budget):
         score = self._score
         if score.expected is None or score.median is None:
             return
-        if not score.misses and self._step >= self._measured_step + QUIET * self._measure_gap:
-            self._measure_gap = max(LEAST_GAP, self._measure_gap // 2)
-        if score.misses >= 2 and self._may_measure(self._step):
-            self._remeasure = True
+        self._again.judge(score, self._step)
+        if self._again.wanted:
             self._dense.keep_last(score.window)
         if self._compresses and score.windows >= 2:
             self._compare(score.median, SLOWER)
@@ -237,7 +238,7 @@ class AutoBudget(Budget):
     def _compare(self, seconds: float, share: float) -> None:
         """Have dense steps follow, if compressed ones take longer than these did."""
         usual = self._dense.quantiles()[0] if self._dense.seconds else math.inf
-        if self._levels is None or self._remeasure or self._score.expected is None:
+        if self._levels is None or self._again.wanted or self._score.expected is None:
             return
         if not self._control.looks_slower(seconds, usual, self._step, share):
             return
@@ -245,14 +246,6 @@ class AutoBudget(Budget):
         self._notes = [f"a step took {in_ms(seconds)}, dense steps {in_ms(usual)}: dense steps follow"]
 
     # --- granting ---------------------------------------------------------------------------------
-
-    def _may_measure(self, step: int) -> bool:
-        """Not again and again where measuring does not help, unless all is very different."""
-        score, gap = self._score, self._measure_gap
-        if score.median is not None and score.expected:
-            far = abs(math.log(score.median / score.expected)) > math.log(FAR_OFF)
-            gap = min(gap, FAR_GAP) if far else gap
-        return step >= self._measured_step + gap
 
     def inform(self, facts: PlanningInput) -> None:
         """Keep what :meth:`allow` works with."""
@@ -269,9 +262,8 @@ class AutoBudget(Budget):
             raise ValueError("auto needs PlanningInput(..., signals=..., costs=...)")
         signals, costs = facts.signals, facts.costs
         score = self._score
-        if score.misses and self._may_measure(facts.step):
-            self._remeasure = True  # a plan that was due anyway must not hide it
-        if self._remeasure and score.median is not None and score.expected is not None:
+        self._again.join(score, facts.step)
+        if self._again.wanted and score.median is not None and score.expected is not None:
             self._notes = [
                 f"a step took {in_ms(score.median)}, {in_ms(score.expected)} were foreseen: off by "
                 f"more than {100 * TOLERANCE:.0f} %, so the network is measured again"
@@ -300,7 +292,7 @@ class AutoBudget(Budget):
             limits = self._calibrated(limits, current)
         self._limits = replace(
             limits,
-            keep=current.choice if self._remeasure else None,
+            keep=current.choice if self._again.wanted else None,
             only_dense=self._guard.wants_dense or self._control.on,
             current=self._levels,
             reference=current.choice,
@@ -419,7 +411,7 @@ class AutoBudget(Budget):
                 self._notes.append(self._control.conclude(dense[0], foreseen, self._step))
             return replace(limits, model=model, correction=self._correction(self._step), drift=1.0)
         # at other times a forecast that is off must show
-        if self._compresses and self._score.median is not None and self._measured:
+        if self._compresses and self._score.median is not None and self._again.done:
             off = self._score.median / max(current.seconds, 1e-9)
             self._drift = float(np.clip(self._drift * off, *DRIFTS))
         return replace(limits, drift=self._drift)
@@ -432,11 +424,7 @@ class AutoBudget(Budget):
         assert limits is not None, "limits come first"
         assert facts is not None, "limits come first"
         chosen = limits.of(levels)
-        asks, self._measured = self._remeasure, self._remeasure
-        self._remeasure = False
-        if asks:
-            self._measured_step = facts.step
-            self._measure_gap = min(2 * self._measure_gap, MOST_GAP)
+        asks = self._again.asked(facts.step)
         delay, noise = limits.weighed(levels)
         step = max(1, facts.step)
         self._report = {
@@ -457,6 +445,9 @@ class AutoBudget(Budget):
             self._report["dense_seconds"] = limits.dense.seconds
             left = self._steps_left(facts.step)
             words += explain(limits, chosen, self._report, self._options.accuracy, left)
+        rests = not (asks or limits.only_dense or self._compresses) and chosen.dense and self._plans > 0
+        self._patience = min(2 * self._patience, MOST_PATIENCE) if rests else 1
+        self._report["patience"] = float(self._patience)
         self._take(levels, limits, chosen, facts.step)
         return tuple(words)
 
@@ -493,6 +484,7 @@ class AutoBudget(Budget):
             "since": None if self._since is None else (self._since + 1).tolist(),
             "planned_step": self._planned_step,
             "planned_delay": self._planned_delay,
+            "patience": self._patience,
             "factors": None if self._factors is None else self._factors.tolist(),
             "shares": self._shares.tolist(),
             "shares_of": self._shares_of,
@@ -503,10 +495,7 @@ class AutoBudget(Budget):
             "drift": self._drift,
             "control": self._control.state_dict(),
             "caution": self._caution,
-            "remeasure": self._remeasure,
-            "measured": self._measured,
-            "measured_step": self._measured_step,
-            "measure_gap": self._measure_gap,
+            **self._again.to_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -520,15 +509,14 @@ class AutoBudget(Budget):
         self._since = None if self._since is None else self._since - 1
         self._planned_step = int(state["planned_step"])
         self._planned_delay = float(state["planned_delay"])
+        self._patience = int(state.get("patience", 1))  # older states have none
         self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
         self._shares, self._shares_of = np.array(state["shares"]), int(state["shares_of"])
         self._order = _int64s(state["order"])
         self._compute, self._network = float(state["compute"]), float(state["network"])
         self._drift, self._caution = float(state["drift"]), float(state["caution"])
         self._control = DenseControl.from_dict(state["control"])
-        self._remeasure, self._measured = bool(state["remeasure"]), bool(state["measured"])
-        self._measured_step = int(state["measured_step"])
-        self._measure_gap = int(state["measure_gap"])
+        self._again = Remeasurement.from_dict(state)
 
 
 def _int64s(values: Any) -> Int64s | None:

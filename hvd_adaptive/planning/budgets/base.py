@@ -62,6 +62,11 @@ class Budget(ABC):
         return False
 
     @property
+    def patience(self) -> int:
+        """Periods until the next plan, unless something is urgent; errors are measured as seldom."""
+        return 1
+
+    @property
     def factors(self) -> tuple[float, ...]:
         """Compression factors whose gains it wants to observe, step by step."""
         return ()

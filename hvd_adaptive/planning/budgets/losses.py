@@ -81,13 +81,12 @@ def losses_of(
             # of the mean, and so of each of the ranks as many times
             bunched = ranks * bunching(withheld, float(signal[layer]))
             loudness = np.where(dense | unbiased, loudness, bunched)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # what never gets there, of a layer without a gradient
+            waits = weights[layer] * mean[layer] / all_mean * withheld**2
             refused = (withheld > LAYER_CAP * delay) | _fills_up(signals, layer)
             loud = loudness > LAYER_CAP * share * noise[layer]
         nothing = not energy > 0  # of what was never seen nobody knows what it would lose
-        waits = np.where(
-            refused | nothing, np.inf, weights[layer] * mean[layer] / all_mean * withheld**2
-        )
+        waits = np.where(refused | nothing, np.inf, waits)
         delays.append(np.where(dense | unbiased, 0.0, waits))
         added = np.where(loud | nothing, np.inf, weights[layer] * loudness)
         rounded = np.where(errors > MOST_ROUNDING * energy, np.inf, 0.0)

@@ -1,0 +1,86 @@
+"""When ``auto`` has the network measured again: where forecasts go wrong, and not ever again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
+
+__all__ = ["Remeasurement"]
+
+LEAST_GAP, MOST_GAP = 50, 1600
+"""Steps between measurements: doubled each time."""
+FAR_OFF, FAR_GAP = 1.5, 200
+"""By what factor steps are off where that is hardly chance, and the most such steps then."""
+QUIET = 4
+"""Such gaps without a reason to measure, after which they may be half as long: where steps take now
+this and now that time, measuring helps for a while only, and costs as much as a dozen small steps."""
+
+
+@dataclass(slots=True)
+class Remeasurement:
+    """Asked for by a plan, and done before the next one.
+
+    Example:
+        >>> score, again = ForecastScore(), Remeasurement()
+        >>> score.begin(0.1)
+        >>> for step in range(80):
+        ...     if score.observe(0.15):
+        ...         again.judge(score, step)
+        >>> again.wanted, again.asked(80), again.done
+        (True, True, True)
+    """
+
+    wanted: bool = False
+    """Whether the next plan must ask for it."""
+    done: bool = False
+    """Whether the last plan has asked for it."""
+    _step: int = 0
+    _gap: int = LEAST_GAP
+
+    def judge(self, score: ForecastScore, step: int) -> None:
+        """A window of steps is complete: see whether two in a row were off."""
+        if not score.misses and step >= self._step + QUIET * self._gap:
+            self._gap = max(LEAST_GAP, self._gap // 2)
+        self.wanted |= score.misses >= 2 and self._may(score, step)
+
+    def join(self, score: ForecastScore, step: int) -> None:
+        """A plan is made anyway: one window that was off is enough, which it must not hide."""
+        self.wanted |= score.misses > 0 and self._may(score, step)
+
+    def _may(self, score: ForecastScore, step: int) -> bool:
+        """Not again and again where measuring does not help, unless all is very different."""
+        gap = self._gap
+        if score.median is not None and score.expected:
+            far = abs(math.log(score.median / score.expected)) > math.log(FAR_OFF)
+            gap = min(gap, FAR_GAP) if far else gap
+        return step >= self._step + gap
+
+    def asked(self, step: int) -> bool:
+        """A plan is there: whether it asks for a measurement."""
+        asks, self.done, self.wanted = self.wanted, self.wanted, False
+        if asks:
+            self._step, self._gap = step, min(2 * self._gap, MOST_GAP)
+        return asks
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON, for the state of a budget."""
+        return {
+            "remeasure": self.wanted,
+            "measured": self.done,
+            "measured_step": self._step,
+            "measure_gap": self._gap,
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Remeasurement:
+        """Of :meth:`to_dict`, among whatever else there is."""
+        return cls(
+            bool(state["remeasure"]),
+            bool(state["measured"]),
+            int(state["measured_step"]),
+            int(state["measure_gap"]),
+        )
