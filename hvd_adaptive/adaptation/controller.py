@@ -245,10 +245,10 @@ class AdaptationController:
         self._learn_from_last_step()
         if self._step.wanted:
             facts = local_measurements(step, seconds, learning_rate, timings, self._needs)
-            facts = replace(self.outlook.added_to(facts), factor=self._factor)
+            known = {"factor": self._factor, **self.outlook.of_step()}
             if np.isfinite(samples := self._meter.samples_per_step):
-                facts = replace(facts, samples=samples)
-            self._step.begin(facts, timings, self._decided)
+                known["samples"] = samples
+            self._step.begin(replace(facts, **known), timings, self._decided)
 
     def _learn_from_last_step(self) -> None:
         """Have the planner observe it, once all ranks have reported theirs."""

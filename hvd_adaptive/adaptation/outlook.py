@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from hvd_adaptive.adaptation.base import MeasureCosts
 from hvd_adaptive.adaptation.step_trace import StepTrace
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts
 from hvd_adaptive.compressors.base import Compressor
-from hvd_adaptive.planning import Planner, Recipe, StepMeasurements, format_recipe
+from hvd_adaptive.planning import Planner, Recipe, format_recipe
 from hvd_adaptive.planning.budgets.auto import AutoBudget
 from hvd_adaptive.planning.step_time import StepCosts
 
@@ -52,10 +52,10 @@ class Outlook:
         if self._measure is not None:
             self.measured = self._measure(self._compressors, again)
 
-    def added_to(self, facts: StepMeasurements) -> StepMeasurements:
-        """A step with what is known of it here; its loss is forgotten."""
+    def of_step(self) -> dict[str, Any]:
+        """Fields of a step's measurements that are known here; its loss is forgotten."""
         loss, self.loss = self.loss, None
-        return replace(facts, plan=self.plans, loss=loss, horizon=self.horizon)
+        return {"plan": self.plans, "loss": loss, "horizon": self.horizon}
 
     def trace(self) -> StepTrace | None:
         """What the last plan of ``auto`` was made from, on the rank that plans; None elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,24 +57,32 @@ def local_measurements(
         timings: the step's collectives.
         needs: what the planner asks for.
     """
-    facts = StepMeasurements(step, seconds=seconds, learning_rate=learning_rate)
-    if seconds is None or not timings:
-        return facts
-    exposed = sum(timing.exposed for timing in timings)
-    facts = replace(facts, compute_seconds=max(0.0, seconds - exposed))
-    if Measurement.SIGNALS in needs:
-        launches = np.full(1 + max(timing.bucket for timing in timings), -np.inf)
-        for timing in timings:
-            if timing.round == 0:
-                launches[timing.bucket] = timing.launched
-        launches = launches.max() - np.where(np.isfinite(launches), launches, launches.max())
-        facts = replace(facts, launches=launches)
-    if Measurement.BUCKETS in needs:
-        nbytes = np.zeros(1 + max(timing.bucket for timing in timings))
-        for timing in timings:
-            nbytes[timing.bucket] += timing.traffic
-        facts = replace(facts, bucket_bytes=nbytes, sync_seconds=span_of(timings))
-    return facts
+    facts: dict[str, Any] = {"seconds": seconds, "learning_rate": learning_rate}
+    if seconds is not None and timings:
+        exposed = sum(timing.exposed for timing in timings)
+        facts["compute_seconds"] = max(0.0, seconds - exposed)
+        if Measurement.SIGNALS in needs:
+            facts["launches"] = _before_the_last(timings)
+        if Measurement.BUCKETS in needs:
+            facts["bucket_bytes"] = _bucket_bytes(timings)
+            facts["sync_seconds"] = span_of(timings)
+    return StepMeasurements(step, **facts)  # copies would take longer than all of this
+
+
+def _before_the_last(timings: Sequence[CollectiveTiming]) -> Float64s:
+    """By how many seconds each bucket was launched before the last; 0 for one that was not launched."""
+    launched = {timing.bucket: timing.launched for timing in timings if timing.round == 0}
+    last = max(launched.values())
+    buckets = range(1 + max(timing.bucket for timing in timings))
+    return np.array([last - launched.get(bucket, last) for bucket in buckets])
+
+
+def _bucket_bytes(timings: Sequence[CollectiveTiming]) -> Float64s:
+    """Bytes of each bucket on this rank's link."""
+    nbytes = np.zeros(1 + max(timing.bucket for timing in timings))
+    for timing in timings:
+        nbytes[timing.bucket] += timing.traffic
+    return nbytes
 
 
 def rank_times(compute_seconds: float | None, timings: Sequence[CollectiveTiming]) -> Float64s:
