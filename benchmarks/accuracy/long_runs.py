@@ -158,7 +158,7 @@ def train(title: str, steps: int | None = None) -> dict[str, Any]:
     words = ["--virtual-ranks", str(setup.ranks), "--steps", str(count), "--seed", str(seed)]
     words += ["--rate-floor", str(RATE_FLOOR), "--mbit", "100", *setup.options, *method.options]
     # as the learning rate rises: what is withheld then belongs to other weights
-    words += ["--dense-steps", str(count // 20 if method.withholds else 0)]
+    words += ["--dense-steps", str(dense_steps(method, count))]
     run = virtual_training.apart(words)
     losses, payloads = run["losses"], run["payload_bytes"]
     means = [
@@ -166,6 +166,11 @@ def train(title: str, steps: int | None = None) -> dict[str, Any]:
         for at in range(0, len(losses), MEAN_OF)
     ]
     return {"score": run["score"], "losses": means, "bytes": changes(payloads), "steps": count}
+
+
+def dense_steps(method: Method, steps: int) -> int:
+    """With how many dense steps a run begins."""
+    return steps // 20 if method.withholds else 0
 
 
 def changes(values: Sequence[float]) -> list[list[float]]:
@@ -178,9 +183,9 @@ def changes(values: Sequence[float]) -> list[list[float]]:
     return [[step, value] for step, value in enumerate(values) if not step or value != values[step - 1]]
 
 
-def all_bytes(case: Mapping[str, Any]) -> float:
-    """What a rank sends in the whole run."""
-    starts = [step for step, _ in case["bytes"]]
+def all_bytes(case: Mapping[str, Any], since: int = 0) -> float:
+    """What a rank sends in the whole run, or since a step."""
+    starts = [max(since, step) for step, _ in case["bytes"]]
     lengths = [end - start for start, end in zip(starts, [*starts[1:], case["steps"]], strict=True)]
     return float(sum(length * value for length, (_, value) in zip(lengths, case["bytes"], strict=True)))
 
@@ -202,6 +207,7 @@ class Outcome:
         lost: against dense training, of each seed that both have.
         ratio: of dense gradients' bytes to its own, over the whole run.
         fewer: of its reference's bytes to its own; None where neither is known.
+        later: the same after the dense start, which both have.
     """
 
     score: float
@@ -209,6 +215,7 @@ class Outcome:
     lost: tuple[float, ...]
     ratio: float
     fewer: float | None
+    later: float | None
 
     @property
     def interval(self) -> float | None:
@@ -234,17 +241,27 @@ def outcomes(cases: Mapping[str, Any]) -> dict[tuple[str, str], Outcome]:
             metric = "perplexity" if "perplexity" in dense[seeds[0]]["score"] else "accuracy"
             own = statistics.mean(all_bytes(by_seed[seed]) for seed in seeds)
             reference = runs.get(method_of(method).reference, {})
-            both = sorted(set(by_seed) & set(reference))
+            pairs = [(reference[seed], case) for seed, case in by_seed.items() if seed in reference]
             found[setup, method] = Outcome(
                 statistics.mean(by_seed[seed]["score"][metric] for seed in seeds),
                 metric == "perplexity",
                 tuple(lost(by_seed[seed], dense[seed]) for seed in seeds),
                 statistics.mean(all_bytes(dense[seed]) for seed in seeds) / own,
-                statistics.mean(all_bytes(reference[seed]) / all_bytes(by_seed[seed]) for seed in both)
-                if both
-                else None,
+                _times_fewer(pairs),
+                _times_fewer(pairs, method_of(method)),
             )
     return found
+
+
+def _times_fewer(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], after_start_of: Method | None = None
+) -> float | None:
+    """The mean ratio of references' bytes to those of runs, or only after a method's dense start."""
+    ratios = []
+    for reference, run in pairs:
+        since = dense_steps(after_start_of, run["steps"]) if after_start_of else 0
+        ratios.append(all_bytes(reference, since) / all_bytes(run, since))
+    return statistics.mean(ratios) if ratios else None
 
 
 def method_of(name: str) -> Method:
@@ -260,7 +277,8 @@ def rows(cases: Mapping[str, Any], methods: Container[str] = METHODS) -> list[li
         methods: of which there are rows.
     """
     heading = ("model", "method", "seeds", "score", "lost against dense", "95 %")
-    table: list[list[object]] = [[*heading, "times fewer bytes than dense", "than its reference"]]
+    last = ("than its reference", "after the dense start")
+    table: list[list[object]] = [[*heading, "times fewer bytes than dense", *last]]
     for (setup, method), each in outcomes(cases).items():
         if method not in methods:
             continue
@@ -269,8 +287,10 @@ def rows(cases: Mapping[str, Any], methods: Container[str] = METHODS) -> list[li
         spread = "-" if each.interval is None else f"± {100 * each.interval:.2f}"
         reference = method_of(method).reference
         fewer = "-" if each.fewer is None else f"{each.fewer:.2f} ({reference})"
+        later = "-" if each.later is None else f"{each.later:.2f}"
         mean = f"{100 * statistics.mean(each.lost):+.2f} {unit}"
-        table.append([setup, method, len(each.lost), score, mean, spread, f"{each.ratio:.1f}", fewer])
+        ratio = f"{each.ratio:.1f}"
+        table.append([setup, method, len(each.lost), score, mean, spread, ratio, fewer, later])
     return table
 
 

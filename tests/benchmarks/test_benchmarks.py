@@ -427,6 +427,8 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
     assert topk.interval == pytest.approx(12.706 * 0.0070711 / 2**0.5, rel=1e-3)
     assert topk.ratio == pytest.approx(100 * 100 / 1180)
     assert found["resnet", "lgreco"].fewer == pytest.approx(1180 / 1130)
+    # 5 of the 10 dense steps are within the first 5 % of the run
+    assert found["resnet", "lgreco"].later == pytest.approx((1180 - 500) / (1130 - 500))
     assert [row[:3] for row in long_runs.rows(cases)[1:]] == [
         ["resnet", "dense", 2], ["resnet", "topk", 2], ["resnet", "lgreco", 1],
     ]  # fmt: skip
