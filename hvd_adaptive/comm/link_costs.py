@@ -202,12 +202,16 @@ def _measured(transport: Transport, prefix: str, group: Group) -> LinkCosts:
     costs = []
     operations: tuple[Operation, ...] = ("allgather", "alltoall")
     members = len(transport.members(group))
-    others = CARRIED // max(1, members - 1)
+    others = _slices(CARRIED // max(1, members - 1), members)
     for operation in operations:
         size = others if operation == "allgather" else others * members
         small, large = (
-            _seconds(transport, f"{prefix}.{operation}", operation, each, group)
-            for each in (SMALL, size)
+            operation_seconds(
+                transport,
+                f"{prefix}.{operation}.{each}",
+                Request(operation, torch.zeros(each, dtype=torch.uint8), group=group),
+            )
+            for each in (_slices(SMALL, members), size)
         )
         received = size * members if operation == "allgather" else size
         payload = torch.zeros(size, dtype=torch.uint8)
@@ -217,14 +221,24 @@ def _measured(transport: Transport, prefix: str, group: Group) -> LinkCosts:
     return LinkCosts(allgather, alltoall, allgather_byte, alltoall_byte)
 
 
-def _seconds(transport: Transport, name: str, operation: Operation, size: int, group: Group) -> float:
-    """The fastest of some operations; the first is not counted, in which connections are made."""
-    size -= size % len(transport.members(group))
+def _slices(size: int, members: int) -> int:
+    """About so many bytes, of which an alltoall sends as many to each."""
+    return max(1, size // members) * members
+
+
+def operation_seconds(transport: Transport, name: str, request: Request) -> float:
+    """What an operation takes: the fastest of some; all ranks call it at the same time.
+
+    The first is not counted, in which connections are made.
+
+    Args:
+        transport: between the ranks.
+        name: of the operation, the same on all ranks.
+        request: whose tensor holds zeros, and holds them afterwards.
+    """
     seconds = []
     for repeat in range(1 + REPEATS):
-        payload = torch.zeros(size, dtype=torch.uint8)
         started = time.perf_counter()
-        request = Request(operation, payload, group=group)
-        transport.wait(transport.submit(request, f"{name}.{size}", repeat))
+        transport.wait(transport.submit(request, name, repeat))
         seconds.append(time.perf_counter() - started)
     return min(seconds[1:])

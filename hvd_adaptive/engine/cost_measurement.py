@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
-from hvd_adaptive.comm.link_costs import CARRIED, LEAST_BYTE, LinkCosts
+from hvd_adaptive.comm.link_costs import CARRIED, LEAST_BYTE, LinkCosts, operation_seconds
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.compressors import CastCompressor, Compressor
 from hvd_adaptive.compressors.base import GatheredCompressor, LayerContext
@@ -22,7 +21,6 @@ __all__ = ["CostMeasurement"]
 
 SMALL = 64
 """Elements of the small sums that are timed."""
-REPEATS = 4
 SAMPLE = (512, 512)
 """Shape of what compressors are timed on."""
 CAST_SAMPLE = 1 << 20
@@ -103,20 +101,15 @@ class CostMeasurement:
         of_byte = planned_link_bytes(1.0, "allreduce", self._known.transport.size)
         size = int(CARRIED / max(of_byte, 1.0) / dtype.itemsize)
         small, large = (
-            self._seconds(f"{prefix}.{dtype}.{each}", dtype, each) for each in (SMALL, size)
+            operation_seconds(
+                self._known.transport,
+                f"{prefix}.{dtype}.{each}",
+                Request("allreduce", torch.zeros(each, dtype=dtype)),
+            )
+            for each in (SMALL, size)
         )
         carried = (size - SMALL) * dtype.itemsize * of_byte
         return SumCosts(small, max(LEAST_BYTE, (large - small) / carried))
-
-    def _seconds(self, name: str, dtype: torch.dtype, size: int) -> float:
-        """The fastest of some sums; the first is not counted, in which connections are made."""
-        transport, seconds = self._known.transport, []
-        for repeat in range(1 + REPEATS):
-            payload = torch.zeros(size, dtype=dtype)
-            started = time.perf_counter()
-            transport.wait(transport.submit(Request("allreduce", payload), name, repeat))
-            seconds.append(time.perf_counter() - started)
-        return min(seconds[1:])
 
 
 def _summed_as(compressor: Compressor) -> torch.dtype | None:
