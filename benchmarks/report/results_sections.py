@@ -686,7 +686,7 @@ def automatic() -> str:
 
 def long_runs() -> str:
     """Scores and bytes of runs that are long enough."""
-    from benchmarks.accuracy.long_runs import ABLATION, CASES, SEEDS, outcomes, rows
+    from benchmarks.accuracy.long_runs import ABLATION, AUTO, CASES, LIMITS, SEEDS, outcomes, rows
 
     figures = load("long_runs")
     found = outcomes(figures["cases"])
@@ -713,6 +713,13 @@ def long_runs() -> str:
             f"{len(of_metrics)} variants were run, on one seed; *residual*: errors are of the gradient "
             "with what waits. `lgreco` is `norm`.",
             of_rows(rows(figures["cases"], ("topk", "lgreco", *ABLATION))),
+        ),
+        (
+            "Limits of auto",
+            "What do stricter and laxer limits than the default ones lose and save?",
+            "`auto` has the limits of `accuracy=balanced`; the others were run with one seed, and a "
+            "seed more or less moves a score by as much as the interval of `auto` says.",
+            of_rows(rows(figures["cases"], (AUTO, *LIMITS))),
         ),
         end=missed(figures),
     )
