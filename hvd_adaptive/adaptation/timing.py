@@ -72,7 +72,7 @@ def local_measurements(
 def _before_the_last(timings: Sequence[CollectiveTiming]) -> Float64s:
     """By how many seconds each bucket was launched before the last; 0 for one that was not launched."""
     launched = {timing.bucket: timing.launched for timing in timings if timing.round == 0}
-    last = max(launched.values())
+    last = max(launched.values(), default=0.0)
     buckets = range(1 + max(timing.bucket for timing in timings))
     return np.array([last - launched.get(bucket, last) for bucket in buckets])
 
