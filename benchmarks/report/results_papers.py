@@ -76,23 +76,15 @@ def _of_lgreco() -> Iterator[Claim]:
     if not (RESULTS / "long_runs.json").exists():
         return
     runs = outcomes(load("long_runs")["cases"])
-    found = [
-        each for (_, method), each in runs.items() if method == "lgreco" and each.fewer is not None
-    ]
+    found = [each for (_, method), each in runs.items() if method == "lgreco"]
     for claim, ratios, why in (
         ("the same over whole training runs", [each.fewer for each in found], SHORT_RUNS),
         ("the same after their dense start", [each.later for each in found], "as further above"),
     ):
-        if found:
-            yield Claim(
-                "L-GreCo",
-                claim,
-                (2.67, 3.78),
-                tuple(each for each in ratios if each is not None),
-                ".2f",
-                why,
-                "Dense, one level for all layers, and planners",
-            )
+        measured = tuple(each for each in ratios if each is not None)
+        if measured:
+            where = "Dense, one level for all layers, and planners"
+            yield Claim("L-GreCo", claim, (2.67, 3.78), measured, ".2f", why, where)
 
 
 def _of_kimad() -> Iterator[Claim]:

@@ -189,7 +189,7 @@ class TimeLimits(Limits):
         return list(self._dense())
 
     def _dense(self) -> Iterator[Contender]:
-        able = {spec: None for spec, costs in self.model.costs.compressors.items() if costs.dense}
+        able = [spec for spec, costs in self.model.costs.compressors.items() if costs.dense]
         fitting = [
             {
                 each: index

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,13 +71,13 @@ def losses_of(
     mean = signal + noise / ranks
     all_mean = max(float((weights * mean).sum()), 1e-300)
     delays, noises = [], []
-
-    @functools.cache  # most layers have the same candidates
-    def _dense(specs: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-        return np.array([costs.compressors[spec].dense for spec in specs])
-
+    # most layers have the same candidates
+    dense_of = {
+        specs: np.array([costs.compressors[spec].dense for spec in specs])
+        for specs in set(signals.specs)
+    }
     for layer, errors in enumerate(table.errors):
-        dense = _dense(signals.specs[layer])
+        dense = dense_of[signals.specs[layer]]
         unbiased = signals.unbiased[layer] & ~dense
         withheld = factors[layer] * _withheld(signals, layer, errors)
         energy = signals.energy[layer]
