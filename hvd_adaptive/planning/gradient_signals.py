@@ -129,7 +129,7 @@ def withheld_steps(residual: Float64s, signal: Float64s, noise: Float64s) -> Flo
         return np.where(root > 0, 2 * residual / root, 0.0)
 
 
-def bunching(withheld: Float64s, signal: float) -> Float64s:
+def bunching(withheld: Float64s, signal: Float64s | float) -> Float64s:
     """What sending the gradients of ``W`` steps at once adds to the second moment of their mean.
 
     An element whose mean gradient is ``G + noise`` in each step has the second moment ``G**2 + N``.
@@ -140,13 +140,14 @@ def bunching(withheld: Float64s, signal: float) -> Float64s:
 
     Args:
         withheld: any shape: steps that are sent at once; below 1 nothing is added.
-        signal: squared norm of the true gradient.
+        signal: squared norm of the true gradient, at least 0; a shape that goes with it.
 
     Example:
         >>> bunching(np.array([0.0, 1.0, 10.0]), signal=2.0).tolist()
         [0.0, 0.0, 18.0]
     """
-    return np.maximum(withheld - 1.0, 0.0) * signal if signal > 0 else np.zeros_like(withheld)
+    with np.errstate(invalid="ignore"):  # what never gets there, of no gradient
+        return np.where(np.asarray(signal) > 0, np.maximum(withheld - 1.0, 0.0) * signal, 0.0)
 
 
 def release_steps(step: int) -> int:

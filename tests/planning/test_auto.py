@@ -561,26 +561,15 @@ def test_auto_steps_back_after_a_control_window_and_says_so() -> None:
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def seconds_of_a_loop() -> float:
-    """What it takes tells a core's slow phases: 0.025 where a plan took 0.117.
-
-    That it would be 0.017 on a core that is not in one is assumed, not measured.
-    """
-    started = time.process_time()
-    sum(each * each for each in range(300_000))
-    return time.process_time() - started
-
-
 def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_second() -> None:
     world = World(mbit=30.0, layers=161, numel=150_000, compute=1.0, levels_of_topk=100).run(40)
-    seconds, loops = [], []
+    seconds = []
     for _ in range(10):
         facts = world.input()
         started = time.process_time()
         world.planner.plan(facts)
         seconds.append(time.process_time() - started)
-        loops.append(seconds_of_a_loop())
-    assert min(seconds) < 0.1 * max(1.0, min(loops) / 0.017)
+    assert min(seconds) < 0.1
 
 
 @pytest.mark.parametrize(

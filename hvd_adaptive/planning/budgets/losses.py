@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.gradient_signals import (
     GradientSignals,
     bunching,
@@ -70,42 +71,51 @@ def losses_of(
     signal, noise = noise_of(signals.energy, signals.mean_energy, ranks)
     mean = signal + noise / ranks
     all_mean = max(float((weights * mean).sum()), 1e-300)
-    delays, noises = [], []
-    # most layers have the same candidates
-    dense_of = {
-        specs: np.array([costs.compressors[spec].dense for spec in specs])
-        for specs in set(signals.specs)
-    }
-    for layer, errors in enumerate(table.errors):
-        dense = dense_of[signals.specs[layer]]
-        unbiased = signals.unbiased[layer] & ~dense
-        withheld = factors[layer] * _withheld(signals, layer, errors)
-        energy = signals.energy[layer]
+    delays, noises = [np.zeros(0)] * len(signals.specs), [np.zeros(0)] * len(signals.specs)
+    # most layers have the same candidates, and are looked at together
+    for specs, layers in _alike(signals.specs):
+        dense = np.array([costs.compressors[spec].dense for spec in specs])
+        errors, density, unbiased = (
+            np.array([rows[layer] for layer in layers])
+            for rows in (table.errors, signals.densities, signals.unbiased)
+        )
+        energy, nonzero = signals.energy[layers, None], signals.nonzero[layers, None]
+        unbiased = unbiased & ~dense
+        withheld = factors[layers, None] * _withheld(density, energy, errors)
         loudness = np.where(unbiased, errors, 0.0)
         if metric == "relative":
             # of the mean, and so of each of the ranks as many times
-            bunched = ranks * bunching(withheld, float(signal[layer]))
+            bunched = ranks * bunching(withheld, signal[layers, None])
             loudness = np.where(dense | unbiased, loudness, bunched)
         with np.errstate(invalid="ignore"):  # what never gets there, of a layer without a gradient
-            waits = weights[layer] * mean[layer] / all_mean * withheld**2
-            refused = (withheld > LAYER_CAP * delay) | _fills_up(signals, layer)
-            loud = loudness > LAYER_CAP * share * noise[layer]
-        nothing = not energy > 0  # of what was never seen nobody knows what it would lose
+            waits = (weights * mean / all_mean)[layers, None] * withheld**2
+            refused = (withheld > LAYER_CAP * delay) | _fills_up(density, nonzero)
+            loud = loudness > LAYER_CAP * share * noise[layers, None]
+            added = weights[layers, None] * loudness
+        nothing = ~(energy > 0)  # of what was never seen nobody knows what it would lose
         waits = np.where(refused | nothing, np.inf, waits)
-        delays.append(np.where(dense | unbiased, 0.0, waits))
-        added = np.where(loud | nothing, np.inf, weights[layer] * loudness)
+        waits = np.where(dense | unbiased, 0.0, waits)
         rounded = np.where(errors > MOST_ROUNDING * energy, np.inf, 0.0)
-        noises.append(np.where(dense, rounded, added))
+        added = np.where(dense, rounded, np.where(loud | nothing, np.inf, added))
+        for row, layer in enumerate(layers.tolist()):
+            delays[layer], noises[layer] = waits[row], added[row]
     return Losses(tuple(delays), tuple(noises), delay**2, share * float((weights * noise).sum()))
 
 
-def _withheld(signals: GradientSignals, layer: int, errors: Float64s) -> Float64s:
-    """Steps that each candidate of a layer withholds, before anything was observed.
+def _alike(specs: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Int64s]]:
+    """Layers that have the same candidates."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for layer, each in enumerate(specs):
+        groups.setdefault(each, []).append(layer)
+    yield from ((each, np.array(layers, dtype=np.int64)) for each, layers in groups.items())
+
+
+def _withheld(density: Float64s, energy: Float64s, errors: Float64s) -> Float64s:
+    """Steps that each candidate of some layers withholds, before anything was observed.
 
     One over the density where elements are selected; where all are sent, one over the share of the
     energy that is sent, of which the rest waits one step more, and so on.
     """
-    density, energy = signals.densities[layer], float(signals.energy[layer])
     with np.errstate(divide="ignore", invalid="ignore"):
         faithful = energy / np.maximum(energy - errors, 0.0)
         selecting = np.where(errors <= 1e-6 * energy, 0.0, 1 / density)
@@ -113,7 +123,6 @@ def _withheld(signals: GradientSignals, layer: int, errors: Float64s) -> Float64
     return np.where(np.isfinite(found), found, np.inf)
 
 
-def _fills_up(signals: GradientSignals, layer: int) -> npt.NDArray[np.bool_]:
+def _fills_up(density: Float64s, nonzero: Float64s) -> npt.NDArray[np.bool_]:
     """Which candidates send fewer elements of a sparse gradient than arrive in a step."""
-    density, nonzero = signals.densities[layer], float(signals.nonzero[layer])
     return np.asarray((density < 1) & (density < nonzero) & (nonzero < SPARSE))
