@@ -233,9 +233,9 @@ def _core(
     kept[rows, best] = kept[rows, problem.weightless] = kept[rows, rise.argmin(axis=1)] = True
     width = int(kept.sum(axis=1).max())
     columns = np.argsort(~kept, axis=1, kind="stable")[:, :width]
-    cost, first, second, index = (
-        np.take_along_axis(each, columns, 1)
-        for each in (problem.cost, problem.first, problem.second, problem.index)
+    index = np.take_along_axis(problem.index, columns, 1)
+    cost, first, second = (
+        np.take_along_axis(each, columns, 1) for each in (problem.cost, problem.first, problem.second)
     )
     cost = np.where(np.take_along_axis(kept, columns, 1), cost, np.inf)
     places = np.cumsum(kept, axis=1) - 1
