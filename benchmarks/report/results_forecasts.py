@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.report.results_markdown import load, missed, of_rows, section, source
+from benchmarks.report.results_markdown import load, missed, of_rows, section, source, span
 
 
 def auto_against_all(points: dict[str, Any]) -> tuple[str, str, str, list[list[object]]]:
@@ -27,6 +27,52 @@ def auto_against_all(points: dict[str, Any]) -> tuple[str, str, str, list[list[o
         f"So many times as long: {'; '.join(said)}. The static choice is made in hindsight, of all "
         "methods that do the same in every step.",
         tables.auto_rows(points, rate),
+    )
+
+
+def automatic() -> str:
+    """Steps of auto, of dense training and of fixed choices."""
+    from benchmarks.network.automatic import CASES, NEAR, rows, shares
+
+    figures = load("automatic")
+    cases = figures["cases"]
+    of_dense, of_fastest = zip(*(shares(methods) for methods in cases.values()), strict=True)
+    near = sum(each <= NEAR for each in of_fastest)
+    return section(
+        "The automatic choice",
+        "Presets on hosts with slow links, one rank on each, all on 2 cores; stock Horovod in single "
+        "and half precision, fixed compressors and `auto`, in turn in one job; the slowest rank's "
+        f"median step. {source('automatic', figures)}",
+        (
+            "auto, dense and fixed choices",
+            "Is `auto` never slower than the best dense training, and near the best fixed choice?",
+            f"It takes {span(of_dense, '.2f')} of the best dense step; it is within {NEAR:g} of the "
+            f"fastest of all in {near} of {len(cases)} cases ({len(CASES)} are planned). So early in a "
+            "run it may withhold little.",
+            of_rows(rows(cases)),
+        ),
+        end=missed(figures),
+    )
+
+
+def whole_runs() -> str:
+    """Whole trainings in time, of auto and of methods that do the same in every step."""
+    from benchmarks.network.whole_runs import HOSTS, RATE, against_best, rows
+
+    figures = load("whole_runs")
+    return section(
+        "Whole trainings on a slow network",
+        f"Models, lengths and levels of the long runs below, trained on {HOSTS} hosts with links of "
+        f"{RATE}, from one seed; the run's own clock. {source('whole_runs', figures)}",
+        (
+            "Time to the target of dense training",
+            "How much longer does `auto` take than the best static choice, and than stock fp16?",
+            f"So many times as long: {against_best(figures['cases'])}. The static choice is made in "
+            "hindsight; the target is what stock fp16 ends with, less half a point of accuracy or plus "
+            "1 % of perplexity.",
+            of_rows(rows(figures["cases"])),
+        ),
+        end=missed(figures),
     )
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 from benchmarks.report import report
 from benchmarks.report.old_defaults import note, of_cells
-from benchmarks.report.results_forecasts import auto_against_all, auto_grid, prediction
+from benchmarks.report.results_forecasts import (
+    auto_against_all,
+    auto_grid,
+    automatic,
+    prediction,
+    whole_runs,
+)
 from benchmarks.report.results_kernels import kernels, wire
 from benchmarks.report.results_markdown import (
     command,
@@ -659,31 +665,6 @@ def schemes() -> str:
     )
 
 
-def automatic() -> str:
-    """Steps of auto, of dense training and of fixed choices."""
-    from benchmarks.network.automatic import CASES, NEAR, rows, shares
-
-    figures = load("automatic")
-    cases = figures["cases"]
-    of_dense, of_fastest = zip(*(shares(methods) for methods in cases.values()), strict=True)
-    near = sum(each <= NEAR for each in of_fastest)
-    return section(
-        "The automatic choice",
-        "Presets on hosts with slow links, one rank on each, all on 2 cores; stock Horovod in single "
-        "and half precision, fixed compressors and `auto`, in turn in one job; the slowest rank's "
-        f"median step. {source('automatic', figures)}",
-        (
-            "auto, dense and fixed choices",
-            "Is `auto` never slower than the best dense training, and near the best fixed choice?",
-            f"It takes {span(of_dense, '.2f')} of the best dense step; it is within {NEAR:g} of the "
-            f"fastest of all in {near} of {len(cases)} cases ({len(CASES)} are planned). So early in a "
-            "run it may withhold little.",
-            of_rows(rows(cases)),
-        ),
-        end=missed(figures),
-    )
-
-
 def long_runs() -> str:
     """Scores and bytes of runs that are long enough."""
     from benchmarks.accuracy.long_runs import ABLATION, AUTO, CASES, LIMITS, SEEDS, outcomes, rows
@@ -876,6 +857,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "schemes": schemes,
     "automatic": automatic,
+    "whole_runs": whole_runs,
     "auto_grid": auto_grid,
     "prediction": prediction,
     "many_ranks": many_ranks,

@@ -65,12 +65,8 @@ class CostMeasurement:
             self._known.forget_network()
         gathered = {short_spec(x): x for x in compressors if isinstance(x, GatheredCompressor)}
         link = self._known.link(gathered.values())
-        prefix = f"{self._known.prefix}.sums"
-        sums = {
-            str(dtype): self._sums(prefix, dtype)
-            for dtype in dict.fromkeys(map(_summed_as, compressors))
-            if dtype is not None
-        }
+        dtypes = [each for each in dict.fromkeys(map(_summed_as, compressors)) if each is not None]
+        sums = {str(dtype): costs for dtype, costs in self._sums(dtypes).items()}
         found = MeasuredCosts(
             self._known.transport.size,
             self._link or link,
@@ -94,22 +90,30 @@ class CostMeasurement:
         self._added = {spec: costs["codecs"][spec] for spec in added}
         return MeasuredCosts.from_dict(costs)
 
-    def _sums(self, prefix: str, dtype: torch.dtype) -> SumCosts:
-        """An allreduce of this dtype; its bytes are those of a payload."""
+    def _sums(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, SumCosts]:
+        """An allreduce of each dtype; its bytes are those of a payload.
+
+        A small one takes as long whatever its dtype is: differences are chance, by which half precision
+        would lose against single precision where messages are slow.
+        """
         if self._link is not None:
-            return SumCosts.of_ring(self._link)
+            return dict.fromkeys(dtypes, SumCosts.of_ring(self._link))
         of_byte = planned_link_bytes(1.0, "allreduce", self._known.transport.size)
-        size = int(CARRIED / max(of_byte, 1.0) / dtype.itemsize)
-        small, large = (
-            operation_seconds(
-                self._known.transport,
-                f"{prefix}.{dtype}.{each}",
-                Request("allreduce", torch.zeros(each, dtype=dtype)),
-            )
-            for each in (SMALL, size)
-        )
-        carried = (size - SMALL) * dtype.itemsize * of_byte
-        return SumCosts(small, max(LEAST_BYTE, (large - small) / carried))
+        large = CARRIED / max(of_byte, 1.0)
+        small = min((self._sum_seconds(each, SMALL) for each in dtypes), default=0.0)
+        found = {}
+        for dtype in dtypes:
+            count = int(large / dtype.itemsize)
+            carried = (count - SMALL) * dtype.itemsize * of_byte
+            byte = (self._sum_seconds(dtype, count) - small) / carried
+            found[dtype] = SumCosts(small, max(LEAST_BYTE, byte))
+        return found
+
+    def _sum_seconds(self, dtype: torch.dtype, count: int) -> float:
+        """Of an allreduce of so many elements."""
+        request = Request("allreduce", torch.zeros(count, dtype=dtype))
+        name = f"{self._known.prefix}.sums.{dtype}.{count}"
+        return operation_seconds(self._known.transport, name, request)
 
 
 def _summed_as(compressor: Compressor) -> torch.dtype | None:
