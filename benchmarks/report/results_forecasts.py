@@ -57,13 +57,14 @@ def automatic() -> str:
 
 def whole_runs() -> str:
     """Whole trainings in time, of auto and of methods that do the same in every step."""
-    from benchmarks.network.whole_runs import HOSTS, RATE, against_best, rows
+    from benchmarks.network.whole_runs import HOSTS, RATE, WIDER, against_best, rows
 
     figures = load("whole_runs")
     return section(
         "Whole trainings on a slow network",
         f"Models, lengths and levels of the long runs below, trained on {HOSTS} hosts with links of "
-        f"{RATE}, from one seed; the run's own clock. {source('whole_runs', figures)}",
+        f"{RATE}, all methods in turn within one job, from one seed. `{WIDER}` may choose "
+        f"`powersgd:rank=4`, too. {source('whole_runs', figures)}",
         (
             "Time to the target of dense training",
             "How much longer does `auto` take than the best static choice, and than stock fp16?",

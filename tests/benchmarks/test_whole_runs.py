@@ -5,28 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.network import whole_runs
+from hvd_adaptive.adaptation.automatic import FAMILIES, expand
+from launch.training import options as command_line
 
 
-def run(*scores: tuple[float, float]) -> dict[str, Any]:
+def run(*scores: tuple[float, float]) -> list[dict[str, float]]:
     """A run of accuracies at seconds."""
-    curve = [{"step": 10 * i, "seconds": at, "accuracy": score} for i, (at, score) in enumerate(scores)]
-    return {"steps": 10 * len(scores), "held_out": {"accuracy": scores[-1][1]}, "evaluations": curve}
+    return [{"step": 10, "seconds": at, "accuracy": score} for at, score in scores]
 
 
-def cases(auto: dict[str, Any]) -> dict[str, Any]:
+def cases(auto: list[dict[str, float]]) -> dict[str, Any]:
     return {
-        "mlp stock fp16": run((50, 0.8), (90, 0.896), (100, 0.9)),
-        "mlp auto": auto,
-        "mlp topk": run((5, 0.7), (10, 0.893)),
-        "mlp qsgd": run((20, 0.85), (40, 0.9)),
+        "mlp": {
+            "stock fp16": run((50, 0.8), (90, 0.896), (100, 0.9)),
+            "auto": auto,
+            "topk": run((5, 0.7), (10, 0.893)),
+            "qsgd": run((20, 0.85), (40, 0.9)),
+            "powersgd": run((20, 0.85), (60, 0.9)),
+        }
     }
 
 
 def test_the_target_is_that_of_dense_training_less_half_a_point() -> None:
     found = cases(run((9, 0.85), (18, 0.897)))
-    assert whole_runs.seconds_to_target(found, "mlp", "stock fp16") == 90
-    assert whole_runs.seconds_to_target(found, "mlp", "auto") == 18
-    assert whole_runs.best_static(found, "mlp") == ("qsgd", 40)  # top-k never reaches it
+    assert whole_runs.seconds_to_target(found["mlp"], "stock fp16") == 90
+    assert whole_runs.seconds_to_target(found["mlp"], "auto") == 18
+    assert whole_runs.best_static(found["mlp"]) == ("qsgd", 40)  # top-k never reaches it
     assert whole_runs.rows(found)[2][1:] == ["auto", "89.70%", "18", "0.18", "18", "0.20", "0.45"]
     assert whole_runs.rows(found)[3][1:] == ["topk", "89.30%", "10", "0.10", "-", "-", "-"]
     assert whole_runs.against_best(found) == "mlp 0.45 (`qsgd`), 0.20 (stock fp16)"
@@ -34,7 +38,7 @@ def test_the_target_is_that_of_dense_training_less_half_a_point() -> None:
 
 def test_slow_runs_and_runs_below_the_target_miss_it() -> None:
     good, slow, far = (cases(run(each)) for each in ((18, 0.9), (50, 0.9), (18, 0.8)))
-    left = f"{len(whole_runs.CASES) - 4} of {len(whole_runs.CASES)} runs are missing"
+    left = "3 of 4 models were not trained"
     assert whole_runs.missed(good) == [left]
     assert whole_runs.missed(slow) == [
         "mlp: auto takes 1.25 of qsgd, target 1.1",
@@ -45,9 +49,26 @@ def test_slow_runs_and_runs_below_the_target_miss_it() -> None:
     assert whole_runs.against_best(far) == "mlp does not reach it"
 
 
-def test_every_method_trains_as_long_from_the_same_seed() -> None:
-    for title, (model, method) in whole_runs.CASES.items():
-        words = whole_runs.arguments(title)
-        assert words[words.index("--seed") + 1] == str(whole_runs.SEED)
-        assert words[words.index("--steps") + 1] == str(whole_runs.SETUPS[model].steps)
-        assert ("horovod" in words) == (method == whole_runs.FP16)
+def test_every_method_trains_the_same_model_from_the_same_seed() -> None:
+    for model in whole_runs.CASES:
+        each = [
+            command_line.parse(whole_runs.arguments(model, method, 2000))
+            for method in whole_runs.ROUTES
+        ]
+        assert len({(one.model, one.width, one.batch_size, one.lr, one.seed) for one in each}) == 1
+        stock, auto, topk, *_, wider = each
+        assert (stock.distributed, auto.distributed) == ("horovod", "adaptive")
+        assert (auto.dense_steps, topk.dense_steps, wider.dense_steps) == (0, 100, 0)
+
+
+def test_the_wider_choice_has_what_auto_has_and_one_more() -> None:
+    usual, wider = (
+        command_line.parse(whole_runs.arguments("mlp", method, 2000))
+        for method in (whole_runs.AUTO, whole_runs.WIDER)
+    )
+    own = expand(usual.compression, usual.planner, (), usual.scheme, "allgather")
+    words = whole_runs.arguments("mlp", whole_runs.WIDER, 2000)
+    assert words[words.index("--compression") + 1] == own.compression
+    assert wider.scheme == own.scheme == "auto"
+    named = [words[i + 1] for i, word in enumerate(words) if word == "--candidate"]
+    assert named == [*FAMILIES, "powersgd:rank=4"]
