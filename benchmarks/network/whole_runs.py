@@ -66,7 +66,8 @@ def arguments(model: str, method: str, steps: int) -> list[str]:
     if method == WIDER:
         named = ("qsgdinf:bits=4", "powersgd:rank=4")
         candidates = [word for each in named for word in ("--candidate", each)]
-        return [*words, "--compression", OWN, "--planner", AUTO, "--scheme", AUTO, *candidates]
+        options = ["--compression", OWN, "--planner", AUTO, "--scheme", AUTO, *candidates]
+        return [*words, *options, "--dense-steps", "0"]
     start = dense_steps(METHODS[method], steps)
     return [*words, *METHODS[method].options, "--dense-steps", str(start)]
 
