@@ -361,7 +361,7 @@ def auto_rows(points: Points, rate: str = TARGET_RATE) -> Rows:
     rows: Rows = [[f"seconds to target, {rate}", AUTO, FP16, "of it", "best static", "", "of it"]]
     for model in names(points, 1, "course"):
         own = seconds_to_target(points, model, AUTO, rate)
-        fp16 = seconds_to_target(points, model, FP16, rate)
+        fp16 = seconds_beside_auto(points, model, FP16, rate)
         name, best = best_static(points, model, rate)
         times = [_number(each, "{:,.0f}") for each in (own, fp16, best)]
         of_fp16, of_best = (_number(own / each, "{:.2f}") for each in (fp16, best))
@@ -369,9 +369,18 @@ def auto_rows(points: Points, rate: str = TARGET_RATE) -> Rows:
     return rows
 
 
+def seconds_beside_auto(points: Points, model: str, method: str, rate: str) -> float:
+    """Seconds to the target by steps of the machine that ``auto`` was trained on; NaN without any."""
+    places = {run.get("place") for run in runs_of(points, model, AUTO, rate).values()}
+    steps = step_of(points, model, method, rate)
+    if steps is None or places - {steps.get("place")}:
+        return math.nan
+    return seconds_to_target(points, model, method, rate)
+
+
 def best_static(points: Points, model: str, rate: str) -> tuple[str, float]:
     """The method of :data:`STATIC` that is first at the target, and its seconds; NaN if none is."""
-    found = {name: seconds_to_target(points, model, name, rate) for name in STATIC}
+    found = {name: seconds_beside_auto(points, model, name, rate) for name in STATIC}
     known = {name: each for name, each in found.items() if not math.isnan(each)}
     name = min(known, key=lambda each: known[each], default="-")
     return name, known.get(name, math.nan)
@@ -423,13 +432,17 @@ def _missed_by_auto(points: Points, model: str, heavy: bool) -> list[str]:
     if outcome(points, model, AUTO, TARGET_RATE) is None:
         return [f"{model}, {TARGET_RATE}: {AUTO} was not trained"]
     name, best = best_static(points, model, TARGET_RATE)
+    if math.isnan(own):
+        return [f"{model}, {TARGET_RATE}: {AUTO} does not reach the target score"]
+    if math.isnan(best):
+        return [f"{model}, {TARGET_RATE}: no static method's steps are of {AUTO}'s machine"]
     found = []
     if not own <= REGRET_TARGET * best:
         found.append(
             f"{model}, {TARGET_RATE}: {AUTO} takes {own / best:.2f} x the time of {name} to the target "
             f"score, target {REGRET_TARGET}"
         )
-    fp16 = seconds_to_target(points, model, FP16, TARGET_RATE)
+    fp16 = seconds_beside_auto(points, model, FP16, TARGET_RATE)
     if heavy and not own <= AUTO_TARGET * fp16:
         found.append(
             f"{model}, {TARGET_RATE}: {AUTO} takes {own / fp16:.2f} x {FP16}'s time to the target "

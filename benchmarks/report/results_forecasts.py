@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from benchmarks.report.results_markdown import load, missed, of_rows, section, source, span
@@ -17,10 +18,12 @@ def auto_against_all(points: dict[str, Any]) -> tuple[str, str, str, list[list[o
         own = tables.seconds_to_target(points, model, tables.AUTO, rate)
         if tables.outcome(points, model, tables.AUTO, rate) is None:
             said.append(f"{model} was not measured")
+        elif math.isnan(own):
+            said.append(f"{model} does not reach it")
+        elif math.isnan(best):
+            said.append(f"{model} was trained on another machine than static methods' steps were")
         else:
-            said.append(
-                f"{model} {own / best:.2f} (`{name}`)" if own > 0 else f"{model} does not reach it"
-            )
+            said.append(f"{model} {own / best:.2f} (`{name}`)")
     return (
         "auto and the best static method",
         f"How much longer does `auto` take to the target than the best static choice at {rate}?",
