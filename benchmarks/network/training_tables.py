@@ -252,11 +252,11 @@ def steps_rows(points: Points, model: str, rate: str) -> Rows:
             [
                 label_of(method),
                 _milliseconds(step["median"]),
-                _number(of_alone, "{:.2f}"),
-                _number(step["samples_per_step"] / step["median"], "{:.0f}"),
+                number(of_alone, "{:.2f}"),
+                number(step["samples_per_step"] / step["median"], "{:.0f}"),
                 *(_milliseconds(times[name]) for name in PARTS),
-                _number(sent, "{:,.0f}"),
-                _number(step["dense_bytes"] / sent if sent else math.nan, "{:.1f}"),
+                number(sent, "{:,.0f}"),
+                number(step["dense_bytes"] / sent if sent else math.nan, "{:.1f}"),
             ]
         )
     return rows
@@ -282,7 +282,7 @@ def _step_and_ratio(points: Points, model: str, method: str, rate: str) -> str:
     step = step_of(points, model, method, rate)
     if step is None:
         return "-"
-    times = _number(ratio(points, model, rate, method, COMPUTE_ONLY), "{:.2f}")
+    times = number(ratio(points, model, rate, method, COMPUTE_ONLY), "{:.2f}")
     return f"{_milliseconds(step['median'])} ({times})"
 
 
@@ -349,8 +349,8 @@ def runs_rows(points: Points, model: str) -> Rows:
                 f"{-100 * found.loss:+.2f}" if percent else f"{100 * found.loss:+.2f} %",
                 found.seeds,
                 found.by_themselves,
-                _number(found.steps, "{:.0f}"),
-                *(_number(each, "{:,.0f}") for each in seconds),
+                number(found.steps, "{:.0f}"),
+                *(number(each, "{:,.0f}") for each in seconds),
             ]
         )
     return rows
@@ -363,8 +363,8 @@ def auto_rows(points: Points, rate: str = TARGET_RATE) -> Rows:
         own = seconds_to_target(points, model, AUTO, rate)
         fp16 = seconds_beside_auto(points, model, FP16, rate)
         name, best = best_static(points, model, rate)
-        times = [_number(each, "{:,.0f}") for each in (own, fp16, best)]
-        of_fp16, of_best = (_number(own / each, "{:.2f}") for each in (fp16, best))
+        times = [number(each, "{:,.0f}") for each in (own, fp16, best)]
+        of_fp16, of_best = (number(own / each, "{:.2f}") for each in (fp16, best))
         rows.append([model, times[0], times[1], of_fp16, name, times[2], of_best])
     return rows
 
@@ -381,7 +381,12 @@ def seconds_beside_auto(points: Points, model: str, method: str, rate: str) -> f
 def best_static(points: Points, model: str, rate: str) -> tuple[str, float]:
     """The method of :data:`STATIC` that is first at the target, and its seconds; NaN if none is."""
     found = {name: seconds_beside_auto(points, model, name, rate) for name in STATIC}
-    known = {name: each for name, each in found.items() if not math.isnan(each)}
+    return first_of(found)
+
+
+def first_of(seconds: Mapping[str, float]) -> tuple[str, float]:
+    """Who takes the fewest seconds, and how many; NaN where all are NaN, as of who never gets there."""
+    known = {name: each for name, each in seconds.items() if not math.isnan(each)}
     name = min(known, key=lambda each: known[each], default="-")
     return name, known.get(name, math.nan)
 
@@ -392,12 +397,13 @@ def _measured_rates(points: Points, model: str) -> list[str]:
     return [rate for rate in RATES if (model, rate) in places]
 
 
-def _number(value: float, form: str) -> str:
+def number(value: float, form: str = "{:.2f}") -> str:
+    """As text; a dash for NaN."""
     return "-" if math.isnan(value) else form.format(value)
 
 
 def _milliseconds(seconds: float) -> str:
-    return _number(1e3 * seconds, "{:,.0f} ms")
+    return number(1e3 * seconds, "{:,.0f} ms")
 
 
 # --- targets ------------------------------------------------------------------------------------------

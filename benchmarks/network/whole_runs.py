@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.accuracy.long_runs import AUTO, METHODS, RATE_FLOOR, SETUPS, dense_steps
 from benchmarks.harness import command_line, lab
-from benchmarks.network.training_tables import reaches
-from hvd_adaptive.adaptation.automatic import OWN
+from benchmarks.network.training_tables import first_of, number, reaches
+from hvd_adaptive.adaptation.automatic import FAMILIES, OWN
 
 HOSTS, RATE = 4, "200mbit"
 SEED = 1
@@ -64,7 +64,7 @@ def arguments(model: str, method: str, steps: int) -> list[str]:
     if method == FP16:
         return [*words, "--distributed", "horovod", "--compression", "fp16"]
     if method == WIDER:
-        named = ("qsgdinf:bits=4", "powersgd:rank=4")
+        named = (*FAMILIES, "powersgd:rank=4")
         candidates = [word for each in named for word in ("--candidate", each)]
         options = ["--compression", OWN, "--planner", AUTO, "--scheme", AUTO, *candidates]
         return [*words, *options, "--dense-steps", "0"]
@@ -80,10 +80,7 @@ def seconds_to_target(runs: Runs, method: str) -> float:
 
 def best_static(runs: Runs) -> tuple[str, float]:
     """The static method that is first at the target, and its seconds; NaN if none is."""
-    found = {name: seconds_to_target(runs, name) for name in STATIC}
-    known = {name: each for name, each in found.items() if not math.isnan(each)}
-    name = min(known, key=lambda each: known[each], default="")
-    return name, known.get(name, math.nan)
+    return first_of({name: seconds_to_target(runs, name) for name in STATIC})
 
 
 def rows(cases: Mapping[str, Runs]) -> list[list[object]]:
@@ -96,14 +93,10 @@ def rows(cases: Mapping[str, Runs]) -> list[list[object]]:
         for method, run in runs.items():
             own, end = seconds_to_target(runs, method), run[-1]
             score = f"{end['perplexity']:.2f}" if "perplexity" in end else f"{end['accuracy']:.2%}"
-            shares = (_number(own / each) for each in (to_target, best))
-            took = f"{end['seconds']:,.0f}", _number(end["seconds"] / whole), _number(own, "{:,.0f}")
+            shares = (number(own / each) for each in (to_target, best))
+            took = f"{end['seconds']:,.0f}", number(end["seconds"] / whole), number(own, "{:,.0f}")
             table.append([model, method, score, *took, *shares])
     return table
-
-
-def _number(value: float, form: str = "{:.2f}") -> str:
-    return "-" if math.isnan(value) else form.format(value)
 
 
 def against_best(cases: Mapping[str, Runs]) -> str:
