@@ -70,8 +70,9 @@ with socket.create_connection((sys.argv[1], 5001), 10) as connection:
 """
 
 CORES = """
-import os, socket
-print(socket.gethostname(), ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+import os, socket, sys
+cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+sys.stdout.write(f"{socket.gethostname()} {cores}\\n")  # in one piece: two ranks write into one pipe
 """
 MACHINE = sorted(os.sched_getaffinity(0))
 
