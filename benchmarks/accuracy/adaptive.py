@@ -198,7 +198,7 @@ def _seconds(name: str, figures: Mapping[str, Any]) -> float:
     """Of all steps; those of the dense run by its median step on the network."""
     seconds = figures["step_seconds"]
     if name == "dense":
-        return STEPS * statistics.median(seconds[len(seconds) // 2 :])
+        return float(STEPS * statistics.median(seconds[len(seconds) // 2 :]))
     return float(sum(seconds))
 
 

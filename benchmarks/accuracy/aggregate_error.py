@@ -22,9 +22,9 @@ Of layers above 2^18 elements every so many-th run of 4096 is taken, so that all
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import horovod.torch as hvd
 import numpy as np
@@ -196,10 +196,10 @@ class Truth:
         }
 
 
-def member_of(family: str, bits: int, options: dict[str, Any]) -> Quantizer:
+def member_of(family: str, bits: int, options: Mapping[str, Any]) -> Quantizer:
     member = parse(family)
     assert isinstance(member, Quantizer)
-    return replace(member, bits=bits, **options)  # type: ignore[type-var]
+    return cast(Quantizer, replace(cast(Any, member), bits=bits, **options))
 
 
 def one_shot(

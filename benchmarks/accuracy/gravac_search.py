@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.long_runs import changes
+from benchmarks.accuracy.seeds import changes
 from benchmarks.harness import command_line
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.planning import GraVAC, Plan, StepMeasurements

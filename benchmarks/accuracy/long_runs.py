@@ -17,7 +17,6 @@ in no table: so that a run takes minutes, and so that two seeds end within 1 % o
 from __future__ import annotations
 
 import functools
-import math
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.seeds import all_bytes, half_interval, lost, recorded
 from benchmarks.harness import command_line
 
 RATE_FLOOR = 0.02
@@ -142,10 +142,6 @@ CASES = {
 ACCURACY, PERPLEXITY = 0.01, 0.01
 """How much may be lost against dense training: of accuracy, and of perplexity, relative."""
 AUTO_ACCURACY = 0.005
-T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Two-sided 95 % quantiles of Student's t, by the number of differences."""
-MEAN_OF = 50
-"""Steps of which the stored losses are means."""
 
 
 def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
@@ -157,51 +153,19 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 def train(title: str, steps: int | None = None) -> dict[str, Any]:
     """One run: its score, its losses, and the bytes that a rank sends, as they change."""
-    from benchmarks.accuracy import virtual_training  # needs Horovod, which tables do not
-
     name, method_name, seed = CASES[title]
     setup, method = SETUPS[name], method_of(method_name)
     count = steps or setup.steps
-    words = ["--virtual-ranks", str(setup.ranks), "--steps", str(count), "--seed", str(seed)]
+    words = ["--virtual-ranks", str(setup.ranks), "--seed", str(seed)]
     words += ["--rate-floor", str(RATE_FLOOR), "--mbit", "100", *setup.options, *method.options]
     # as the learning rate rises: what is withheld then belongs to other weights
     words += ["--dense-steps", str(dense_steps(method, count))]
-    run = virtual_training.apart(words)
-    losses, payloads = run["losses"], run["payload_bytes"]
-    means = [
-        float(f"{statistics.mean(losses[at : at + MEAN_OF]):.4g}")
-        for at in range(0, len(losses), MEAN_OF)
-    ]
-    return {"score": run["score"], "losses": means, "bytes": changes(payloads), "steps": count}
+    return recorded(words, count)
 
 
 def dense_steps(method: Method, steps: int) -> int:
     """With how many dense steps a run begins."""
     return steps // 20 if method.withholds else 0
-
-
-def changes(values: Sequence[float]) -> list[list[float]]:
-    """A sequence as the steps at which it changes, and what it is from then on.
-
-    Example:
-        >>> changes([8, 8, 2, 2, 2])
-        [[0, 8], [2, 2]]
-    """
-    return [[step, value] for step, value in enumerate(values) if not step or value != values[step - 1]]
-
-
-def all_bytes(case: Mapping[str, Any], since: int = 0) -> float:
-    """What a rank sends in the whole run, or since a step."""
-    starts = [max(since, step) for step, _ in case["bytes"]]
-    lengths = [end - start for start, end in zip(starts, [*starts[1:], case["steps"]], strict=True)]
-    return float(sum(length * value for length, (_, value) in zip(lengths, case["bytes"], strict=True)))
-
-
-def lost(case: Mapping[str, Any], dense: Mapping[str, Any]) -> float:
-    """Against the dense run of its seed: accuracy, or a share of perplexity; less than 0 is a gain."""
-    if "perplexity" in dense["score"]:
-        return float(case["score"]["perplexity"] / dense["score"]["perplexity"] - 1)
-    return float(dense["score"]["accuracy"] - case["score"]["accuracy"])
 
 
 @dataclass(frozen=True)
@@ -227,8 +191,7 @@ class Outcome:
     @property
     def interval(self) -> float | None:
         """Half of the 95 % interval of the mean loss; None of fewer than two seeds."""
-        count = len(self.lost)
-        return None if count < 2 else T[count] * statistics.stdev(self.lost) / math.sqrt(count)
+        return half_interval(self.lost)
 
 
 def outcomes(cases: Mapping[str, Any]) -> dict[tuple[str, str], Outcome]:

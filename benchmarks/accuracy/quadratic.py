@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -133,7 +134,8 @@ class Kimad:
             (choice,) = Uniform().allocate(table, Limits(max_bytes=rate * self._seconds)).tolist()
         except Infeasible:
             (choice,) = table.cheapest().tolist()
-        return self._counts[choice]
+        count: int = self._counts[choice]
+        return count
 
 
 def best(
@@ -150,8 +152,8 @@ def measure(pattern: Pattern, steps: Sequence[float] = STEP_SIZES) -> dict[str, 
     """Seconds and setting of each method, tuned."""
     return {
         "GD": best(pattern, [("all", lambda: fixed(DIMENSIONS))], steps),
-        "EF21": best(pattern, [(count, lambda count=count: fixed(count)) for count in KS], steps),
-        "Kimad": best(pattern, [(each, lambda each=each: Kimad(each)) for each in SECONDS], steps),
+        "EF21": best(pattern, [(count, partial(fixed, count)) for count in KS], steps),
+        "Kimad": best(pattern, [(each, partial(Kimad, each)) for each in SECONDS], steps),
     }
 
 

@@ -22,11 +22,12 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.torch as hvd
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -225,9 +226,12 @@ def table_of(
     )
 
 
-def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+NumberRow: TypeAlias = Sequence[float] | NDArray[Any]
+
+
+def correlation(one: NumberRow, other: NumberRow) -> float | None:
     """Pearson's; None where something does not vary."""
-    if len(one) < 2 or not np.std(one) or not np.std(other):
+    if np.size(one) < 2 or not np.std(one) or not np.std(other):
         return None
     return float(np.corrcoef(one, other)[0, 1])
 

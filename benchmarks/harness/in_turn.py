@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 def take_turns(
-    contestants: dict[str, Callable[[], object]], repeats: int, before: Callable[[], None]
+    contestants: Mapping[str, Callable[[], object]], repeats: int, before: Callable[[], object]
 ) -> dict[str, float]:
     """Seconds of each contestant's fastest turn; one turn of each, again and again."""
     best = dict.fromkeys(contestants, math.inf)

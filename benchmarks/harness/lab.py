@@ -125,7 +125,7 @@ class Job:
         """Whether one of them still is."""
         return any(process.poll() is None for process in self._processes)
 
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[Any]:
         """What each command wrote; waits for all of them.
 
         Raises:
@@ -249,7 +249,8 @@ def train_here(ranks: int, arguments: Sequence[str], seconds: float = 300.0) -> 
         JobError: it failed, or took too long.
     """
     command = ["mpirun", "-np", str(ranks), *TRAIN, "--threads", "1", *arguments]
-    return Job([command], {**THREADS, **HERE}, seconds).results()[0]
+    (result,) = Job([command], {**THREADS, **HERE}, seconds).results()
+    return dict(result)
 
 
 def train_each_here(
@@ -380,7 +381,7 @@ class Lab:
         Raises:
             JobError: it failed, or took too long.
         """
-        return self.start(arguments, environment, seconds).results()[0]
+        return dict(self.start(arguments, environment, seconds).results()[0])
 
     def train_each(
         self,

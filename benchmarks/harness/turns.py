@@ -37,7 +37,7 @@ def take(
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     with lab.Lab(hosts, rate) as made:
         job = made.module("workers.turns_rank", [*words, *methods], seconds=seconds, launcher=launcher)
-        (everyone,) = job.results()
+        (everyone,) = job.results()  # of all ranks
     return {method: [rank[method] for rank in everyone] for method in methods}
 
 
@@ -80,7 +80,7 @@ def summary(ranks: Turns, told: str) -> dict[str, Any]:
 
 def step(methods: dict[str, Any], method: str) -> float:
     """Seconds of a method's step: the median of its ``blocks``."""
-    return statistics.median(methods[method]["blocks"])
+    return float(statistics.median(methods[method]["blocks"]))
 
 
 def share(methods: dict[str, Any], method: str, others: Sequence[str]) -> float:
@@ -95,4 +95,4 @@ def share(methods: dict[str, Any], method: str, others: Sequence[str]) -> float:
     """
     fastest = min(others, key=lambda other: step(methods, other))
     pairs = zip(methods[method]["blocks"], methods[fastest]["blocks"], strict=True)
-    return statistics.median(own / other for own, other in pairs)
+    return float(statistics.median(own / other for own, other in pairs))

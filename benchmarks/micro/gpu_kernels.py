@@ -114,7 +114,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure(quick: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -155,7 +156,7 @@ def large_layer(numel: int, density: float, repeats: int) -> dict[str, dict[str,
         "torch": lambda: torch_topk(bucket),
     }
     for values in ValueFormat:
-        contestants[values.name] = lambda values=values: compress(bucket, values)
+        contestants[values.name] = partial(compress, bucket, values)
     seconds = take_turns(contestants, repeats, bucket.refill)
     memcpy, count = seconds["memcpy"], int(bucket.counts[0])
     figures = {
@@ -167,7 +168,7 @@ def large_layer(numel: int, density: float, repeats: int) -> dict[str, dict[str,
         bucket.refill()
         foreseen = TopK(values=values.name).sizes(wanted, [density])
         body = compress(bucket, values)
-        decoding = take_turns({"": lambda body=body: decompress(bucket, body)}, repeats, lambda: None)
+        decoding = take_turns({"": partial(decompress, bucket, body)}, repeats, lambda: None)
         took = seconds[values.name]
         figures[values.name] = {
             "ms": 1e3 * took,
@@ -241,8 +242,8 @@ def table_levels(compressor: Compressor) -> list[float]:
 
 def compressing(compressor: Compressor, bucket: Setup, levels: list[float]) -> float:
     """Mean seconds of compressing the tensor as it is at some levels."""
-    turns = {str(at): lambda at=at: compressor.compress_(bucket.x, at) for at in levels}
-    return sum(take_turns(turns, 2, bucket.refill).values()) / len(levels)
+    turns = {str(at): partial(compressor.compress_, bucket.x, at) for at in levels}
+    return math.fsum(take_turns(turns, 2, bucket.refill).values()) / len(levels)
 
 
 def rules(numel: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -251,8 +252,8 @@ def rules(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     copy, total = torch.empty_like(bucket.start), bucket.start + bucket.grads[0]
     turns: dict[str, Callable[[], object]] = {"memcpy": lambda: copy.copy_(bucket.start)}
     for name, (compressor, _) in CONTESTANTS.items():
-        turns[name] = lambda c=compressor: accumulate_and_compress(c, bucket)
-        turns[name + " table"] = lambda c=compressor: c.errors(total, table_levels(c))
+        turns[name] = partial(accumulate_and_compress, compressor, bucket)
+        turns[name + " table"] = partial(compressor.errors, total, table_levels(compressor))
     seconds = take_turns(turns, repeats, bucket.refill)
     figures = {}
     for name, (compressor, _) in CONTESTANTS.items():
@@ -282,9 +283,9 @@ def quantized(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     bodies = {spec: compress_with(member) for spec, member in members.items()}
     contestants: dict[str, Callable[[], object]] = {"memcpy": lambda: copy.copy_(bucket.start)}
     for spec, member in members.items():
-        contestants[f"{spec} compress"] = lambda member=member: compress_with(member)
-        contestants[f"{spec} decompress"] = lambda member=member, body=bodies[spec]: (
-            member.decompress_layers_add_(body, bucket.outs, 1.0)
+        contestants[f"{spec} compress"] = partial(compress_with, member)
+        contestants[f"{spec} decompress"] = partial(
+            member.decompress_layers_add_, bodies[spec], bucket.outs, 1.0
         )
     seconds = take_turns(contestants, repeats, bucket.refill)
     return {
@@ -312,10 +313,8 @@ def owners(numel: int, repeats: int) -> dict[str, dict[str, float]]:
             bodies.append(body)
         turns: dict[str, Callable[[], object]] = {
             "memcpy": lambda: copy.copy_(bucket.start),
-            "two passes": lambda m=member, b=bodies, x=batch: GatheredCompressor.reduce_layers_(
-                m, b, x, keeps=True
-            ),
-            "as it is": lambda m=member, b=bodies, x=batch: m.reduce_layers_(b, x, keeps=True),
+            "two passes": partial(GatheredCompressor.reduce_layers_, member, bodies, batch, keeps=True),
+            "as it is": partial(member.reduce_layers_, bodies, batch, keeps=True),
         }
         seconds = take_turns(turns, repeats, bucket.refill)
         figures[f"{spec}, {ranks} ranks"] = {

@@ -39,7 +39,7 @@ COMPRESSORS: dict[str, Compressor] = {
 """Those that are MultiLevel."""
 MILD, STRONG = 0.1, 0.001
 """Densities: factors 10 and 1000."""
-PAPER = {
+PAPER: dict[str, dict[str, tuple[float, float]]] = {
     "ResNet101": {
         "topk": (606, 332), "dgc": (90, 59), "redsync": (33, 29.8), "randomk": (23, 14),
     },

@@ -15,6 +15,7 @@ Two questions:
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -82,7 +83,7 @@ def measure_steps(title: str, rounds: int, block: int) -> dict[str, Any]:
     optimizers: dict[str, Callable[..., Any]] = {
         "stock": hvd.DistributedOptimizer,
         METHODS["none"]: hva.DistributedOptimizer,
-        METHODS["topk"]: lambda *args, **kw: hva.DistributedOptimizer(*args, **kw, compression="topk"),
+        METHODS["topk"]: functools.partial(hva.DistributedOptimizer, compression="topk"),
     }
     runs = {name: _run(MODELS[title], wrap) for name, wrap in optimizers.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -110,7 +110,7 @@ def beyond(values: Rows, weights: Rows, bound: float, choice: np.ndarray) -> flo
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 1e-5, "time_limit": 20},
     )
-    return 1 / found.mip_dual_bound - 1
+    return float(1 / found.mip_dual_bound - 1)
 
 
 def sum_of(rows: Rows, choice: np.ndarray) -> float:

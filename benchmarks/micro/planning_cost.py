@@ -106,7 +106,8 @@ def steps_of(case: Case, arguments: dict[str, Any], times: Times) -> Iterator[No
     import horovod.torch as hvd
 
     import hvd_adaptive as hva
-    from benchmarks.workers.presets import loop, prepare
+    from benchmarks.workers.presets import prepare
+    from launch.training import loop
 
     preset = prepare(case.preset)
     optimizer: Any = hva.DistributedOptimizer(

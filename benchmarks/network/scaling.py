@@ -311,7 +311,8 @@ def points_of(found: Seconds, network: str, scheme: str) -> list[Point]:
 
 def divide(found: Seconds, network: str, scheme: str) -> tuple[list[Point], list[Point]]:
     """The points that a line is fitted to, and those that it is tried on, whatever they hold."""
-    fitted, held_out = [], []
+    fitted: list[Point] = []
+    held_out: list[Point] = []
     for point in points_of(found, network, scheme):
         unseen = point.ranks >= HELD_OUT_RANKS or point.nbytes == HELD_OUT_SIZE[COLLECTIVES[scheme][0]]
         (held_out if unseen else fitted).append(point)

@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -132,9 +133,9 @@ def planner(trace: RecordedRun) -> Figure | None:
         return None
     figure, plots = _plots(len(groups))
     for axes, (group, members) in zip(plots, groups.items(), strict=True):
-        for name, series in members.items():
+        for name, values in members.items():
             _line(
-                axes, name.removeprefix(f"{group}_").replace("_", " "), series, drawstyle="steps-post"
+                axes, name.removeprefix(f"{group}_").replace("_", " "), values, drawstyle="steps-post"
             )
         if group == "bytes":
             _readable_log(axes)
@@ -161,7 +162,7 @@ def _plots(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(plots[:, 0])
 
 
-def _line(axes: Axes, label: str, series: Series, **style: str) -> None:
+def _line(axes: Axes, label: str, series: Series, **style: Any) -> None:
     if series:
         steps, values, _ = zip(*series, strict=True)
         axes.plot(steps, values, marker=".", label=label, **style)

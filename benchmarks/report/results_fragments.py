@@ -182,7 +182,8 @@ def decisions() -> str:
 
 def _two_shots() -> str:
     """What two shots gain where an allgather loses."""
-    from benchmarks.network.schemes import HALF_AT, STOCK, step
+    from benchmarks.harness.turns import step
+    from benchmarks.network.schemes import HALF_AT, STOCK
 
     methods = load("schemes")["cases"][HALF_AT]
     stock = step(methods, STOCK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from benchmarks.report.results_markdown import load, missed, of_rows, section, source, span
 
 
@@ -86,6 +88,40 @@ def multi_level() -> str:
             f"times; the faster of the two reaches the paper's least speedup of {TARGET:g} in {enough} "
             f"of {len(found)} rows.",
             of_rows(rows(figures["models"])),
+        ),
+        end=missed(figures),
+    )
+
+
+def three_bits() -> str:
+    """Accuracy of quantizers with few bits."""
+    from benchmarks.accuracy.three_bits import CASES, RANKS, best, grid_rows, losses, rows
+
+    figures = load("three_bits")
+    cases = figures["cases"]
+    found = []
+    for model in dict.fromkeys(CASES[title][0] for title in cases):
+        pair = best(cases, model)
+        if pair is not None:
+            means = (f"`{each}` {100 * fmean(losses(cases, model, each)):+.2f} pp" for each in pair)
+            found.append(f"{model}: {' and '.join(means)}")
+    return section(
+        "Accuracy at 3 bits",
+        f"Models trained with the gradients of {RANKS} virtual ranks, all quantizers with blocks of "
+        "8,192 elements, without a dense start; the learning rate falls in two steps. "
+        f"{source('three_bits', figures)}",
+        (
+            "Quantizers of 3 bits",
+            "Do levels that are learned keep more accuracy than fixed ones?",
+            "What the best learned and the best fixed levels lose against dense training, "
+            f"{'; '.join(found)}. {len(cases)} of {len(CASES)} runs were made.",
+            of_rows(rows(cases)),
+        ),
+        (
+            "Bits and blocks",
+            "At how many bits, and for which blocks, does it matter how levels are placed?",
+            "What the MLP loses against dense training, on one seed.",
+            of_rows(grid_rows(cases)),
         ),
         end=missed(figures),
     )

@@ -30,7 +30,12 @@ from benchmarks.report.results_markdown import (
     span,
     table,
 )
-from benchmarks.report.results_planners import bucket_times, gravac_search, multi_level
+from benchmarks.report.results_planners import (
+    bucket_times,
+    gravac_search,
+    multi_level,
+    three_bits,
+)
 
 # --- accuracy and planners ----------------------------------------------------------------------------
 
@@ -519,7 +524,11 @@ def _training_tables(points: dict[str, Any], where: str = "") -> list[tuple[str,
         found.append((f"Training runs: {model}{where}", question, _runs_answer(points, model), rows))
     if not where:
         found.append(auto_against_all(points))
-    return [(*texts, of_rows(rows)) for *texts, rows in found if len(rows) > 1]
+    return [
+        (heading, question, answer, of_rows(rows))
+        for heading, question, answer, rows in found
+        if len(rows) > 1
+    ]
 
 
 def _steps_answer(points: dict[str, Any], model: str, rate: str) -> str:
@@ -629,6 +638,7 @@ def priority() -> str:
 
 def schemes() -> str:
     """Steps by allgather, in two shots and as auto chooses."""
+    from benchmarks.harness.turns import step
     from benchmarks.network.schemes import (
         AUTO,
         COMPRESSORS,
@@ -636,12 +646,11 @@ def schemes() -> str:
         STOCK,
         auto_share,
         rows,
-        step,
     )
 
     figures = load("schemes")
     cases = figures["cases"]
-    shares = [auto_share(*case, each) for case in cases.items() for each in COMPRESSORS]
+    shares = [auto_share(title, case, each) for title, case in cases.items() for each in COMPRESSORS]
     near = sum(each <= AUTO for each in shares)
     quantized = {
         name: step(cases[HALF_AT], f"qsgd:bits=4 {name}") for name in ("allgather", "two_shot")
@@ -862,6 +871,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "prediction": prediction,
     "many_ranks": many_ranks,
     "long_runs": long_runs,
+    "three_bits": three_bits,
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,

@@ -47,7 +47,7 @@ class Preset:
             yield tuple(batch for _, [batch] in every)
 
     def set_rate(self, step: int, steps: int, ranks: int = 1, floor: float = 0.0) -> None:
-        """The learning rate of a step, in a training of so many: warm-up, then a cosine.
+        """The learning rate of a step, in a training of so many: warm-up, then the preset's schedule.
 
         As train.py does, more virtual ranks have a higher one where the preset says so.
 
@@ -55,11 +55,11 @@ class Preset:
             step: from 0 on.
             steps: of the training.
             ranks: that are virtual.
-            floor: share of the highest rate at which the cosine ends.
+            floor: share of the highest rate at which the schedule ends.
         """
         peak = self.options.lr * loop.learning_rate_scale(self.options.lr_scaling, ranks, 1, True)
         warmup = steps // 20
-        rate = loop.learning_rate(step, steps, warmup, peak, "cosine")
+        rate = loop.learning_rate(step, steps, warmup, peak, self.options.lr_schedule)
         if step >= warmup:
             rate = floor * peak + (1.0 - floor) * rate
         for group in self.rule.param_groups:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     hva.init()
     preset = prepare(["--preset", options.preset])
-    optimizer = hva.DistributedOptimizer(
+    optimizer: Any = hva.DistributedOptimizer(
         preset.rule,
         named_parameters=preset.model.named_parameters(),
         compression=f"auto:timed_steps={TIMED},period={PERIOD}",

@@ -93,11 +93,17 @@ class Batches:
 
 
 def learning_rate(step: int, total: int, warmup: int, peak: float, schedule: str) -> float:
-    """Of step `step` (from 0): a linear rise to `peak`, then a cosine down to 0, or constant."""
+    """Of step `step` (from 0): a linear rise to `peak`, then as the schedule says.
+
+    ``cosine`` falls to 0; ``step`` is a tenth of the peak from half of the steps on, and a hundredth
+    from three quarters; ``constant`` stays.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
+    if schedule == "step":
+        return peak * 0.1 ** ((2 * step >= total) + (4 * step >= 3 * total))
     done = (step - warmup) / max(1, total - warmup)
     return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 

@@ -268,8 +268,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="learning rate of one rank's batch, before --lr-scaling (%(default)s)")  # fmt: skip
     add("--lr-scaling", choices=("linear", "sqrt", "none"), default="linear",
         help="how it grows with ranks x --accumulate (%(default)s)")  # fmt: skip
-    add("--lr-schedule", choices=("cosine", "constant"), default="cosine",
-        help="after the warm-up (%(default)s)")  # fmt: skip
+    add("--lr-schedule", choices=("cosine", "step", "constant"), default="cosine",
+        help="after the warm-up; step: a tenth from half of the steps on, a hundredth from three "
+        "quarters (%(default)s)")  # fmt: skip
     add("--lr-warmup-steps", type=number(int, 0), metavar="N",
         help="steps of linear learning-rate warm-up (a twentieth of the run)")  # fmt: skip
     add("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import long_runs, many_ranks
+from benchmarks.accuracy import long_runs, many_ranks, seeds
 from benchmarks.harness import command_line
 from benchmarks.micro import overhead
 from benchmarks.network import automatic, priority, schemes, training
@@ -423,7 +423,7 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
         "resnet auto seed 3": run(0.50, [0, 1.0]),
         "resnet lgreco squared seed 1": run(0.50, [0, 1.0]),
     }
-    assert long_runs.all_bytes(cases["resnet lgreco seed 1"]) == 10 * 100 + 40 * 2 + 50 * 1
+    assert seeds.all_bytes(cases["resnet lgreco seed 1"]) == 10 * 100 + 40 * 2 + 50 * 1
     found = long_runs.outcomes(cases)
     assert ("resnet", "auto") not in found, "of its seed no dense training is known"
     topk = found["resnet", "topk"]

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import gravac_search
+from benchmarks.accuracy import gravac_search, three_bits
 from benchmarks.harness import lab
 from benchmarks.micro import multi_level
 from benchmarks.network import bucket_times
 from benchmarks.report import old_defaults, report, results_planners, results_sections
+from hvd_adaptive.compressors import parse
 from hvd_adaptive.planning import StepMeasurements
 
 MACHINE = {"date": "2030-01-01", "cpu": "X", "cores": 2, "torch": "2"}
@@ -155,6 +156,60 @@ def test_table_3_stands_beside_what_was_measured() -> None:
     assert multi_level.papers_span("redsync") == pytest.approx((1.1, 1.5), abs=0.02)
 
 
+# ------------------------------------------------------------------------------------------- three bits
+
+
+def quantized(accuracies: dict[str, float], **grid: float) -> dict[str, Any]:
+    """Runs of seeds 1 and 2 of the MLP, and others by title."""
+
+    def run(accuracy: float, nbytes: float) -> dict[str, Any]:
+        return {
+            "score": {"accuracy": accuracy}, "losses": [], "bytes": [[0, nbytes]], "steps": 10,
+        }  # fmt: skip
+
+    return {
+        f"mlp {method} seed {seed}": run(accuracy + 0.01 * seed, 32 if method == "dense" else 4)
+        for method, accuracy in accuracies.items()
+        for seed in (1, 2)
+    } | {title: run(accuracy, 4) for title, accuracy in grid.items()}
+
+
+QUANTIZED = quantized(
+    {"dense": 0.90, "alq": 0.88, "amq": 0.87, "qsgd": 0.80, "nuqsgd": 0.86},
+    **{"mlp alq of 2 bits in blocks of 8192": 0.86},
+)
+
+
+def test_quantizers_are_ranked_by_what_they_lose_to_dense_training_of_their_seed() -> None:
+    _, *rows = three_bits.rows(QUANTIZED)
+    assert [row[1] for row in rows] == ["dense", "alq", "amq", "nuqsgd", "qsgd"]
+    assert rows[1] == ["mlp", "alq", 2, "89.50 %", "+2.00 pp", "± 0.00", "8.0"]
+    assert three_bits.best(QUANTIZED, "mlp") == ("alq", "nuqsgd")
+    assert three_bits.best(QUANTIZED, "resnet") is None, "nothing was trained"
+    heading, *of_grid = three_bits.grid_rows(QUANTIZED)
+    assert heading[2:] == ["2 bits", "3 bits", "4 bits", "6 bits", "8 bits"]
+    assert of_grid[1] == ["8,192", "alq", "+5.00 pp", "+2.00 pp", "-", "-", "-"]
+
+
+def test_learned_levels_that_lose_more_than_fixed_ones_miss_the_target() -> None:
+    (left,) = three_bits.missed(QUANTIZED)
+    assert (
+        left == f"{len(three_bits.CASES) - len(QUANTIZED)} of {len(three_bits.CASES)} runs are missing"
+    )
+    worse, _ = three_bits.missed(quantized({"dense": 0.9, "alq": 0.80, "amq": 0.7, "qsgdinf": 0.89}))
+    assert worse == "mlp: alq loses 10.00 pp, target at most that of qsgdinf, 1.00"
+
+
+@pytest.mark.parametrize("method", [three_bits.DENSE, *three_bits.COMPARED])
+def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
+    if method == three_bits.DENSE:
+        assert three_bits.spec(method, 3, 8192) == "none"
+        return
+    made: Any = parse(three_bits.spec(method, 3, 8192))
+    assert made.block == 8192
+    assert method == "terngrad" or made.bits == 3
+
+
 # ------------------------------------------------------------------------------------------ the page
 
 
@@ -175,6 +230,11 @@ def test_table_3_stands_beside_what_was_measured() -> None:
             results_planners.multi_level,
             {"models": levels(100, 50, 200)},
             "reaches the paper's least speedup of 1.1 in 12 of 12 rows.",
+        ),
+        (
+            results_planners.three_bits,
+            {"cases": QUANTIZED},
+            "against dense training, mlp: `alq` +2.00 pp and `nuqsgd` +4.00 pp. 11 of 111 runs",
         ),
     ],
 )

@@ -410,22 +410,22 @@ def test_each_held_out_example_is_scored_on_exactly_one_rank(limit: int, ranks: 
 
     shares = [held_out_share(101, limit, rank, ranks) for rank in range(ranks)]
     together = sorted(number for share in shares for number in share)
-    count = min(limit or 101, 101)
-    assert len(together) == len(set(together)) == count
+    assert len(together) == len(set(together)) == min(limit or 101, 101)
     assert set(together) <= set(range(101))
     assert max(map(len, shares)) == len(shares[0])
 
 
 @needs_horovod
-def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
+def test_the_learning_rate_rises_linearly_and_falls_as_its_schedule_says() -> None:
     from launch.training.loop import learning_rate
 
     rates = [learning_rate(step, 100, 10, 0.5, "cosine") for step in range(100)]
     assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
-    assert rates[10] == 0.5
-    assert rates[55] == pytest.approx(0.25)
+    assert (rates[10], rates[55]) == pytest.approx((0.5, 0.25))
     assert all(after < before for before, after in itertools.pairwise(rates[10:]))
     assert learning_rate(99, 100, 10, 0.5, "constant") == 0.5
+    falls = [learning_rate(step, 100, 10, 0.5, "step") for step in (49, 50, 74, 75)]
+    assert falls == pytest.approx([0.5, 0.05, 0.05, 0.005])
 
 
 @needs_horovod

@@ -1,0 +1,70 @@
+"""Trainings of several seeds on virtual ranks: what is kept of one, and differences within a seed.
+
+Methods are compared with dense training from the same weights, on the same data in the same order: what
+seeds differ by is larger than what methods do.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Two-sided 95 % quantiles of Student's t, by the number of differences."""
+MEAN_OF = 50
+"""Steps of which the stored losses are means."""
+
+
+def recorded(words: Sequence[str], steps: int) -> dict[str, Any]:
+    """One training: its score, its losses, and the bytes that a rank sends, as they change.
+
+    Args:
+        words: arguments of virtual_training.py.
+        steps: that it takes.
+    """
+    from benchmarks.accuracy import virtual_training  # needs Horovod, which tables do not
+
+    run = virtual_training.apart([*words, "--steps", str(steps)])
+    losses, payloads = run["losses"], run["payload_bytes"]
+    means = [
+        float(f"{statistics.mean(losses[at : at + MEAN_OF]):.4g}")
+        for at in range(0, len(losses), MEAN_OF)
+    ]
+    return {"score": run["score"], "losses": means, "bytes": changes(payloads), "steps": steps}
+
+
+def changes(values: Sequence[float]) -> list[list[float]]:
+    """A sequence as the steps at which it changes, and what it is from then on.
+
+    Example:
+        >>> changes([8, 8, 2, 2, 2])
+        [[0, 8], [2, 2]]
+    """
+    return [[step, value] for step, value in enumerate(values) if not step or value != values[step - 1]]
+
+
+def all_bytes(case: Mapping[str, Any], since: int = 0) -> float:
+    """What a rank sends in the whole run, or since a step."""
+    starts = [max(since, step) for step, _ in case["bytes"]]
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], case["steps"]], strict=True)]
+    return float(sum(length * value for length, (_, value) in zip(lengths, case["bytes"], strict=True)))
+
+
+def lost(case: Mapping[str, Any], dense: Mapping[str, Any]) -> float:
+    """Against the dense run of its seed: accuracy, or a share of perplexity; less than 0 is a gain."""
+    if "perplexity" in dense["score"]:
+        return float(case["score"]["perplexity"] / dense["score"]["perplexity"] - 1)
+    return float(dense["score"]["accuracy"] - case["score"]["accuracy"])
+
+
+def half_interval(differences: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of a mean difference; None of fewer than two.
+
+    Example:
+        >>> round(half_interval([0.01, 0.0]), 4)  # 12.7 times the standard error
+        0.0635
+    """
+    count = len(differences)
+    return None if count < 2 else T[count] * statistics.stdev(differences) / math.sqrt(count)
