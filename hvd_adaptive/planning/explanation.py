@@ -52,8 +52,8 @@ def _delay(report: Mapping[str, float], left: int | None) -> str:
 def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple[str, ...]:
     exposed = chosen.parts.exposed / max(chosen.seconds, 1e-12)
     first = (
-        f"auto: left dense ({chosen.name}): exposed communication is {_percent(exposed)} of a step of "
-        f"{in_ms(chosen.seconds)}"
+        f"auto: left dense ({chosen.name}): a step of {in_ms(chosen.seconds)} is foreseen, of which "
+        f"{_percent(exposed)} exposed communication"
     )
     if limits.only_dense:
         return (f"{first}; a control window, to compare compressed steps with",)

@@ -463,8 +463,8 @@ def test_a_decision_of_auto_is_shown_once_and_again_where_it_is_another_one(
     from launch.training.display import Progress
 
     progress = Progress(0, 100, shown=True)
-    dense = "auto: left dense (fp16): exposed communication is {} % of a step of {} ms"
-    first, same = dense.format(3, 16.5), dense.format(4, 17)
+    dense = "auto: left dense (fp16): a step of {} ms is foreseen, of which {} % exposed"
+    first, same = dense.format(16.5, 3), dense.format(17, 4)
     for step, reason in enumerate(["", first, same, "auto: qsgd on 2 layers", "bucket 0: x"]):
         progress.decided(step, (reason,) if reason else ())
     assert capsys.readouterr().err.splitlines() == [

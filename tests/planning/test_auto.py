@@ -184,7 +184,7 @@ def test_it_stays_dense_and_says_why_where_communication_is_hidden() -> None:
     world = World(mbit=1e5).run(200)
     assert world.used() <= {"fp16", "none"}
     assert any("left dense" in reason for reason in world.decisions[-1].reasons)
-    assert any("exposed communication is" in reason for reason in world.decisions[-1].reasons)
+    assert any("% exposed communication" in reason for reason in world.decisions[-1].reasons)
 
 
 def test_reasons_name_the_choice_its_limits_and_what_came_second() -> None:
