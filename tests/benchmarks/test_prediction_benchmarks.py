@@ -86,7 +86,9 @@ def test_each_method_is_predicted_for_each_case() -> None:
         found = prediction.predicted(trace, case)
         assert set(found) == set(prediction.METHODS)
         assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in found.values())
-    slow, fast = (prediction.predicted(trace, case) for case in ("4 x 100mbit", "4 x 1gbit"))
+    slow, fast = (
+        prediction.predicted(trace, f"4 x {rate} from 2 hosts") for rate in ("100mbit", "1gbit")
+    )
     assert slow["fp16 allgather"]["seconds"] > fast["fp16 allgather"]["seconds"]
 
 
@@ -98,11 +100,17 @@ def test_predictions_that_are_far_off_miss_their_target() -> None:
     good = {name: case(0.05) for name in prediction.CASES}
     assert prediction.missed(good) == []
     assert prediction.rows(good)[1][-1] == "+5 %"
-    assert len(prediction.unseen(good)) == 5 * len(prediction.CASES) - 1  # one was traced
-    bad = good | {"4 x 1gbit": case(-0.3)}
-    assert prediction.missed(bad) == ["19 of 24 predictions are within 10%, target 90%"]
-    del bad["8 x 200mbit"]
-    assert "8 x 200mbit was not measured" in prediction.missed(bad)
+    assert len(prediction.unseen(good)) == 5 * len(prediction.CASES) - 2  # one of each trace was seen
+    bad = good | {each: case(-0.3) for each in ("4 x 1gbit from 2 hosts", "8 x 200mbit from 4 hosts")}
+    assert prediction.missed(bad) == ["48 of 58 predictions are within 10%, target 90%"]
+    del bad["8 x 200mbit from 2 hosts"]
+    assert "8 x 200mbit from 2 hosts was not measured" in prediction.missed(bad)
+
+
+def test_predictions_stand_apart_by_whether_the_trace_knows_how_crowded_ranks_are() -> None:
+    crowd = {name for name in prediction.CASES if not prediction.crowd_was_traced(name)}
+    places = ("4 x 200mbit", "4 x 100mbit", "4 x 1gbit", "8 x 200mbit")
+    assert crowd == {f"{place} from 2 hosts" for place in places}
 
 
 # ---------------------------------------------------------------------------------- what deciding costs
