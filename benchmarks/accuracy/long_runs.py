@@ -122,7 +122,7 @@ ABLATED = {
     "resnet": [each for each in ABLATION if "preconditioned" not in each],
     "resnet-adamw": [*ABLATION],
 }
-# What other limits than the default ones save and lose, on one seed.
+# What other limits than the default ones save and lose.
 LIMITS = {
     f"{AUTO} {accuracy}": Method(("--compression", f"auto:accuracy={accuracy}"), DENSE)
     for accuracy in ("strict", "fast")
@@ -133,11 +133,11 @@ CASES = {
     f"{name} {method} seed {seed}": (name, method, seed)
     for name, setup in SETUPS.items()
     for seed in SEEDS
-    for method in ((DENSE, AUTO) if setup.ends else METHODS)
+    for method in ((DENSE, AUTO, f"{AUTO} fast") if setup.ends else (*METHODS, f"{AUTO} fast"))
 } | {
     f"{name} {method} seed {SEEDS[0]}": (name, method, SEEDS[0])
     for name, setup in SETUPS.items()
-    for method in (*ABLATED.get(name, ()), *(() if setup.ends else LIMITS))
+    for method in (*ABLATED.get(name, ()), *(() if setup.ends else (f"{AUTO} strict",)))
 }
 ACCURACY, PERPLEXITY = 0.01, 0.01
 """How much may be lost against dense training: of accuracy, and of perplexity, relative."""

@@ -56,12 +56,12 @@ def settle_steps(method: str, planned: int) -> int:
         planned: how many they are where a planner decides; the most otherwise.
 
     Example:
-        >>> names = ("auto", "qsgd auto", "qsgd two_shot", "qsgd two_shot lgreco")
+        >>> names = ("auto:noise=0.1", "qsgd auto", "qsgd two_shot", "qsgd two_shot lgreco")
         >>> [settle_steps(name, 120) for name in names]
         [120, 26, 3, 120]
     """
     words = method.split()
-    if words[0] == "auto" or len(words) > 2:
+    if words[0].partition(":")[0] == "auto" or len(words) > 2:
         return planned
     return min(TRIED_AFTER, planned) if "auto" in words else SETTLE
 

@@ -447,24 +447,29 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
 
 
 def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() -> None:
-    def case(dense: float, fixed: float, auto: float) -> dict[str, Any]:
-        steps = dict.fromkeys(automatic.METHODS, fixed) | dict.fromkeys(automatic.DENSE, dense)
-        steps[automatic.AUTO] = auto
+    def case(dense: float, fixed: float, auto: float, fast: float) -> dict[str, Any]:
+        steps = dict.fromkeys(automatic.FIXED, fixed) | dict.fromkeys(automatic.DENSE, dense)
+        steps |= {automatic.AUTO: auto, automatic.FAST: fast}
         return {
             method: {"blocks": [each / 1e3] * 3, "reasons": ["auto: qsgd on 3 layers; a step of 1 ms"]}
             for method, each in steps.items()
         }
 
-    good = {title: case(1000, 500, 520) for title in automatic.CASES}
+    good = {title: case(1000, 500, 520, 500) for title in automatic.CASES}
     assert automatic.missed(good) == []
-    assert automatic.rows(good)[1][1:] == [
-        *("1000 ms",) * 2, *("500 ms",) * 3, "520 ms", "0.52", "1.04", "qsgd on 3 layers",
+    _, *rows = automatic.rows(good)
+    assert len(rows) == 2 * len(good)
+    assert rows[0][1:] == [
+        *("1000 ms",) * 2, *("500 ms",) * 3, "balanced", "520 ms", "0.52", "1.04", "qsgd on 3 layers",
     ]  # fmt: skip
+    assert rows[-1][6:8] == ["fast", "500 ms"]
     title = next(iter(automatic.CASES))
-    slow, far, left = automatic.missed({title: case(1000, 2000, 1100)})
+    slow, far, left = automatic.missed({title: case(1000, 2000, 1100, 900)})
     assert slow == f"{title}: auto takes 1.10 of the best dense"
     assert far == "auto is within 1.05 of the fastest in 0 of 1 cases, target 90%"
     assert left == f"{len(automatic.CASES) - 1} of {len(automatic.CASES)} cases were not measured"
+    del good[title][automatic.AUTO]
+    assert automatic.missed(good) == [f"1 of {len(good)} cases were not measured"]
 
 
 # ---------------------------------------------------------------------------------------- pictures

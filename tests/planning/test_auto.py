@@ -196,7 +196,7 @@ def test_reasons_name_the_choice_its_limits_and_what_came_second() -> None:
 
 def test_where_compressing_takes_longer_than_it_saves_the_limits_are_not_to_blame() -> None:
     """Once topk may be used at all: until then it is for the limits that nothing is compressed."""
-    early, late = (World("auto:noise=1e-9", mbit=1e5).run(steps) for steps in (16, 400))
+    early, late = (World("auto:noise=1e-9,delay=0.02", mbit=1e5).run(steps) for steps in (16, 400))
     assert "the limits on delay and noise admit no compression yet" in early.decisions[0].reasons[0]
     assert "compressing any layer would take longer than it saves" in late.decisions[-1].reasons[0]
 
@@ -221,7 +221,7 @@ def test_stricter_presets_send_more() -> None:
 
 
 def test_the_delay_follows_the_steps_so_far() -> None:
-    world = World("auto:noise=1e-9", mbit=30.0)
+    world = World("auto:noise=1e-9,delay=0.02", mbit=30.0)
     sent = []
     for _ in range(6):
         world.run(150)
@@ -233,14 +233,14 @@ def test_the_delay_follows_the_steps_so_far() -> None:
 
 def test_what_waits_is_sent_before_a_known_end() -> None:
     """Density rises again in the last fifth, and nothing is compressed with delay at the end."""
-    world = World("auto:noise=1e-9,total_steps=1000", mbit=30.0).run(700)
+    world = World("auto:noise=1e-9,delay=0.02,total_steps=1000", mbit=30.0).run(700)
     middle = world.densities[world.levels].mean()
     assert middle < 0.2
     world.run(240)
     assert world.densities[world.levels].mean() > middle
     world.run(60)
     assert "topk" not in world.used()
-    late = World("auto:noise=1e-9", mbit=30.0).run(1000)
+    late = World("auto:noise=1e-9,delay=0.02", mbit=30.0).run(1000)
     assert "topk" in late.used()
 
 
@@ -317,7 +317,8 @@ def test_adam_counts_layers_relative_to_their_gradients() -> None:
 def test_what_adam_takes_for_noise_is_bounded(noisy: float) -> None:
     """Signal that comes in bunches adds to second moments; noise in bunches is what it was."""
     worlds = {
-        metric: World(f"auto:metric={metric}", mbit=10.0, noisy=noisy) for metric in ("l2", "relative")
+        metric: World(f"auto:metric={metric},accuracy=fast", mbit=10.0, noisy=noisy)
+        for metric in ("l2", "relative")
     }
     sent, added = {}, {}
     for metric, world in worlds.items():
@@ -552,7 +553,7 @@ def test_auto_steps_back_after_a_control_window_and_says_so() -> None:
     world.run(110, loss)
     said = [reason for decision in world.decisions for reason in decision.reasons]
     assert any("control window" in reason for reason in said)
-    assert any(reason.startswith("stepped back: the loss rose to 1.5") for reason in said)
+    assert any(reason.startswith("stepped back: the loss rose to 1.") for reason in said)
     assert world.decisions[-1].report["max_noise"] <= limit / 2
     quiet = World(mbit=30.0).run(400)
     assert quiet.decisions[-1].report["max_noise"] == limit
@@ -575,9 +576,9 @@ def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_se
 @pytest.mark.parametrize(
     ("options", "limits"),
     [
-        ("accuracy=balanced", (0.02, 0.2)),
-        ("metric=relative,accuracy=fast", (0.05, 0.5)),
-        ("accuracy=strict,delay=0.03", (0.03, 0.05)),
+        ("accuracy=balanced", (0.005, 0.05)),
+        ("metric=relative,accuracy=fast", (0.02, 0.2)),
+        ("accuracy=strict,delay=0.03", (0.03, 0.02)),
         ("delay=0.03,noise=0.1", (0.03, 0.1)),
     ],
 )

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
 
-PRESETS = {"strict": (0.01, 0.05), "balanced": (0.02, 0.2), "fast": (0.05, 0.5)}
+PRESETS = {"strict": (0.0025, 0.02), "balanced": (0.005, 0.05), "fast": (0.02, 0.2)}
 """Largest delay and largest noise, by name."""
 
 
