@@ -127,13 +127,29 @@ LIMITS = {
     f"{AUTO} {accuracy}": Method(("--compression", f"auto:accuracy={accuracy}"), DENSE)
     for accuracy in ("strict", "fast")
 }
-EXPLAINING = ABLATION | LIMITS
+# With what else L-GreCo is compared in its table 4, besides accordion.
+RIVALS = {
+    "cgx": Method((*TOPK, "--planner", "cgx"), "topk", withholds=True),
+    "accordion lgreco": Method((*TOPK, "--planner", "accordion+lgreco"), "topk", withholds=True),
+}
+RIVALS_OF = ("mlp", "resnet")
+EXPLAINING = ABLATION | LIMITS | RIVALS
 """Methods that have no targets."""
+
+
+def _planned(name: str, setup: Setup) -> tuple[str, ...]:
+    """Of all seeds."""
+    everywhere = (DENSE, AUTO, f"{AUTO} fast")
+    if setup.ends:
+        return everywhere
+    return (*dict.fromkeys((*everywhere, *METHODS)), *(RIVALS if name in RIVALS_OF else ()))
+
+
 CASES = {
     f"{name} {method} seed {seed}": (name, method, seed)
     for name, setup in SETUPS.items()
     for seed in SEEDS
-    for method in ((DENSE, AUTO, f"{AUTO} fast") if setup.ends else (*METHODS, f"{AUTO} fast"))
+    for method in _planned(name, setup)
 } | {
     f"{name} {method} seed {SEEDS[0]}": (name, method, SEEDS[0])
     for name, setup in SETUPS.items()

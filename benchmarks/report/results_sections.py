@@ -20,6 +20,7 @@ from benchmarks.report.results_forecasts import (
     whole_runs,
 )
 from benchmarks.report.results_kernels import kernels, wire
+from benchmarks.report.results_long_runs import long_runs
 from benchmarks.report.results_markdown import (
     command,
     load,
@@ -669,45 +670,6 @@ def schemes() -> str:
             f"takes at most {AUTO} of the faster scheme's step in {near} of {len(shares)} cases, at "
             f"worst {max(shares):.2f}.",
             of_rows(rows(cases)),
-        ),
-        end=missed(figures),
-    )
-
-
-def long_runs() -> str:
-    """Scores and bytes of runs that are long enough."""
-    from benchmarks.accuracy.long_runs import ABLATION, AUTO, CASES, LIMITS, SEEDS, outcomes, rows
-
-    figures = load("long_runs")
-    found = outcomes(figures["cases"])
-    fewer = [
-        f"`{method}` {each.fewer:.2f} ({model})"
-        for (model, method), each in found.items()
-        if method.endswith("lgreco") and each.fewer is not None
-    ]
-    planned = f" L-GreCo sends so many times fewer bytes than its reference: {', '.join(fewer)}."
-    return section(
-        "Accuracy of long runs",
-        "Models trained with the gradients of 4 virtual ranks, or as many as their name says; "
-        f"{len(SEEDS)} seeds are planned. {source('long_runs', figures)}",
-        (
-            "Dense, one level for all layers, and planners",
-            "What do planners lose in runs that are long enough for error feedback, what do they save?",
-            f"{len(figures['cases'])} of {len(CASES)} runs were made.{planned if fewer else ''}",
-            of_rows(rows(figures["cases"])),
-        ),
-        (
-            "What L-GreCo calls an error",
-            "Which measure of a layer's error keeps accuracy, and which saves bytes?",
-            f"{sum(method in ABLATION for _, method in found)} variants were run, on one seed; "
-            "*residual*: errors are of the gradient with what waits. `lgreco` is `norm`.",
-            of_rows(rows(figures["cases"], ("topk", "lgreco", *ABLATION))),
-        ),
-        (
-            "Limits of auto",
-            "What do stricter and laxer limits than the default ones lose and save?",
-            "`auto` has the limits of `accuracy=balanced`; the others were run with one seed.",
-            of_rows(rows(figures["cases"], (AUTO, *LIMITS))),
         ),
         end=missed(figures),
     )

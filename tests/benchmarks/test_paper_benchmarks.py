@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import gravac_search, three_bits
+from benchmarks.accuracy import gravac_search, long_runs, three_bits
 from benchmarks.harness import lab
 from benchmarks.micro import multi_level
 from benchmarks.network import bucket_times
-from benchmarks.report import old_defaults, report, results_planners, results_sections
+from benchmarks.report import (
+    old_defaults,
+    report,
+    results_long_runs,
+    results_planners,
+    results_sections,
+)
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.planning import StepMeasurements
 
@@ -154,6 +160,49 @@ def test_table_3_stands_beside_what_was_measured() -> None:
     assert len(problems) == 12
     assert problems[0] == "ResNet101, topk: the faster way is 1.05 x as fast, target 1.1"
     assert multi_level.papers_span("redsync") == pytest.approx((1.1, 1.5), abs=0.02)
+
+
+# --------------------------------------------------------------------------------- L-GreCo's tables
+
+
+def test_our_models_stand_beside_the_papers_in_its_own_form() -> None:
+    def run(accuracy: float, nbytes: float) -> dict[str, Any]:
+        return {"score": {"accuracy": accuracy}, "losses": [], "bytes": [[0, nbytes]], "steps": 100}
+
+    cases = {
+        "resnet dense seed 1": run(0.90, 100.0),
+        "resnet dense seed 2": run(0.92, 100.0),
+        "resnet qsgd seed 1": run(0.89, 12.5),
+        "resnet qsgd lgreco seed 1": run(0.91, 10.0),
+    }
+    images, texts = results_long_runs.FORMS
+    heading, dense, uniform, planned, *_ = results_long_runs.form_rows(images, cases)
+    assert heading[-2:] == ["resnet, here", "mlp, here"]
+    assert dense[2:] == [
+        "76.60 ± 0.40; 1.0", "76.88 ± 0.16; 1.0", "91.00 ± 1.41; 1.0", "-",
+    ]  # fmt: skip
+    assert uniform[2:] == [
+        "76.80 ± 0.40; 7.8 (4 bit)", "77.38 ± 0.10; 7.7 (4 bit)", "89.00; 8.0 (4 bit)", "-",
+    ]  # fmt: skip
+    assert planned[2:] == [
+        "76.46 ± 0.21; 8.6 [1.10]", "76.77 ± 0.25; 11.0 [1.43]", "91.00; 10.0 [1.25]", "-",
+    ]  # fmt: skip
+    assert len(results_long_runs.form_rows(texts, {})) == 1 + 1 + 2 * 3
+    first, second, *_ = results_long_runs.table_4({**cases, "resnet topk seed 1": run(0.9, 5.0)})[1:]
+    assert first == ["one level for all", "14.1", 72, "-", "90.00; 20.0"]
+    assert second == ["L-GreCo", "23.5", 150, "-", "-"]
+
+
+@pytest.mark.parametrize("form", results_long_runs.FORMS)
+def test_levels_and_models_of_the_forms_are_those_that_are_trained(
+    form: results_long_runs.Form,
+) -> None:
+    assert set(form.ours) < set(long_runs.SETUPS)
+    for compressor, planned in results_long_runs.PLANNED.items():
+        assert long_runs.METHODS[planned].reference == compressor
+    specs = " ".join(long_runs.METHODS[each].options[-1] for each in ("qsgd", "topk", "powersgd"))
+    assert specs == "qsgd:bits=4 topk:density=0.02 powersgd:rank=4"
+    assert results_long_runs.LEVELS == {"qsgd": "4 bit", "topk": "2 %", "powersgd": "rank 4"}
 
 
 # ------------------------------------------------------------------------------------------- three bits
