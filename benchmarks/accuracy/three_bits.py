@@ -20,7 +20,7 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,30 +100,33 @@ def losses(cases: Mapping[str, Any], model: str, method: str) -> list[float]:
 
 
 def rows(cases: Mapping[str, Any]) -> list[list[object]]:
-    """At the paper's settings: a row for each model and method, those that lose least first."""
+    """At the paper's settings: a row for each model and method, those of most accuracy first."""
     heading = ("model", "method", "seeds", "accuracy", "lost against dense", "95 %")
-    return [[*heading, "times fewer bytes than dense"], *_rows(cases)]
-
-
-def _rows(cases: Mapping[str, Any]) -> Iterator[list[object]]:
+    table: list[list[object]] = [[*heading, "times fewer bytes than dense"]]
     for model in MODELS:
-        found = {method: losses(cases, model, method) for method in (DENSE, *COMPARED)}
-        known = {method: differences for method, differences in found.items() if differences}
-        for method in sorted(known, key=lambda each: statistics.mean(known[each])):
-            runs = by_seed(cases, model, method).values()
-            dense = by_seed(cases, model, DENSE).values()
-            accuracy = statistics.mean(run["score"]["accuracy"] for run in runs)
-            ratio = statistics.mean(map(all_bytes, dense)) / statistics.mean(map(all_bytes, runs))
-            interval = half_interval(known[method])
-            yield [
-                model,
-                method,
-                len(known[method]),
-                f"{100 * accuracy:.2f} %",
-                f"{100 * statistics.mean(known[method]):+.2f} pp",
-                "-" if interval is None else f"± {100 * interval:.2f}",
-                f"{ratio:.1f}",
-            ]
+        found = {method: by_seed(cases, model, method) for method in (DENSE, *COMPARED)}
+        known = {method: [*runs.values()] for method, runs in found.items() if runs}
+        means = {
+            method: statistics.mean(run["score"]["accuracy"] for run in runs)
+            for method, runs in known.items()
+        }
+        for method in sorted(means, key=means.__getitem__, reverse=True):
+            differences = losses(cases, model, method)
+            lost_of = f"{100 * statistics.mean(differences):+.2f} pp" if differences else "-"
+            interval = half_interval(differences)
+            spread = "-" if interval is None else f"± {100 * interval:.2f}"
+            fewer = _of_dense(known, method)
+            accuracy = f"{100 * means[method]:.2f} %"
+            table.append([model, method, len(known[method]), accuracy, lost_of, spread, fewer])
+    return table
+
+
+def _of_dense(runs: Mapping[str, Sequence[Any]], method: str) -> str:
+    """How many times fewer bytes it sends."""
+    if DENSE not in runs:
+        return "-"
+    dense, own = (statistics.mean(map(all_bytes, runs[each])) for each in (DENSE, method))
+    return f"{dense / own:.1f}"
 
 
 def grid_rows(cases: Mapping[str, Any]) -> list[list[object]]:
