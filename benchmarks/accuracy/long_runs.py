@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.seeds import all_bytes, half_interval, lost, recorded
+from benchmarks.accuracy.seeds import DENSE, SEEDS, all_bytes, half_interval, lost, recorded
 from benchmarks.harness import command_line
 
 RATE_FLOOR = 0.02
 """Share of the highest learning rate at which a run ends, so that what waits still counts."""
-SEEDS = (1, 2, 3)
 ENOUGH = 50
 """Least density * steps of a run that says something about error feedback."""
 
@@ -94,7 +93,7 @@ TOPK = ("--compression", "topk:density=0.02")
 POWERSGD = ("--compression", "powersgd:rank=4")
 QSGD = ("--compression", "qsgd:bits=4")
 LGRECO = ("--planner", "lgreco")
-DENSE, AUTO = "dense", "auto"
+AUTO = "auto"
 METHODS = {
     DENSE: Method(("--compression", "none")),
     AUTO: Method(("--compression", "auto"), DENSE),

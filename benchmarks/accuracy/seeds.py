@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+SEEDS = (1, 2, 3)
+DENSE = "dense"
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Two-sided 95 % quantiles of Student's t, by the number of differences."""
 MEAN_OF = 50
@@ -68,3 +70,52 @@ def half_interval(differences: Sequence[float]) -> float | None:
     """
     count = len(differences)
     return None if count < 2 else T[count] * statistics.stdev(differences) / math.sqrt(count)
+
+
+def by_seed(cases: Mapping[str, Any], model: str, method: str) -> dict[int, Any]:
+    """The runs that there are, of titles as "mlp topk seed 1"."""
+    titles = {seed: f"{model} {method} seed {seed}" for seed in SEEDS}
+    return {seed: cases[title] for seed, title in titles.items() if title in cases}
+
+
+def losses(cases: Mapping[str, Any], model: str, method: str) -> list[float]:
+    """What a method loses against dense training, of each seed that both have."""
+    dense, runs = (by_seed(cases, model, each) for each in (DENSE, method))
+    return [lost(runs[seed], dense[seed]) for seed in sorted(set(runs) & set(dense))]
+
+
+def ranked(
+    cases: Mapping[str, Any], models: Iterable[str], methods: Sequence[str]
+) -> list[list[object]]:
+    """A table: a row for each model and method that was trained, those of the best score first."""
+    heading = ("model", "method", "seeds", "score", "lost against dense", "95 %")
+    table: list[list[object]] = [[*heading, "times fewer bytes than dense"]]
+    for model in models:
+        found = {method: [*by_seed(cases, model, method).values()] for method in methods}
+        known = {method: runs for method, runs in found.items() if runs}
+        for method in sorted(known, key=lambda each: _badness(known[each])):
+            table.append([model, method, len(known[method]), *_row(cases, model, method, known)])
+    return table
+
+
+def _badness(runs: Sequence[Any]) -> float:
+    """The mean perplexity, or the accuracy, of which more is better."""
+    scores = [run["score"] for run in runs]
+    return float(statistics.mean(each.get("perplexity", -each["accuracy"]) for each in scores))
+
+
+def _row(
+    cases: Mapping[str, Any], model: str, method: str, known: Mapping[str, Sequence[Any]]
+) -> Iterator[object]:
+    mean = _badness(known[method])
+    yield f"{mean:.2f}" if mean > 0 else f"{-100 * mean:.2f} %"
+    differences = losses(cases, model, method)
+    unit = "%" if mean > 0 else "pp"
+    yield f"{100 * statistics.mean(differences):+.2f} {unit}" if differences else "-"
+    interval = half_interval(differences)
+    yield "-" if interval is None else f"± {100 * interval:.2f}"
+    if DENSE not in known:
+        yield "-"
+    else:
+        dense, own = (statistics.mean(map(all_bytes, known[each])) for each in (DENSE, method))
+        yield f"{dense / own:.1f}"

@@ -20,12 +20,12 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.long_runs import DENSE, MLP, SEEDS
-from benchmarks.accuracy.seeds import all_bytes, half_interval, lost, recorded
+from benchmarks.accuracy.long_runs import MLP
+from benchmarks.accuracy.seeds import DENSE, SEEDS, by_seed, losses, lost, ranked, recorded
 from benchmarks.harness import command_line
 
 RANKS = 4
@@ -86,47 +86,9 @@ def spec(method: str, bits: int, block: int) -> str:
     return f"{name}:{','.join([*all_options, f'block={block}'])}"
 
 
-def by_seed(cases: Mapping[str, Any], model: str, method: str) -> dict[int, Any]:
-    """The runs that there are of a method at the paper's settings."""
-    titles = {seed: f"{model} {method} seed {seed}" for seed in SEEDS}
-    return {seed: cases[title] for seed, title in titles.items() if title in cases}
-
-
-def losses(cases: Mapping[str, Any], model: str, method: str) -> list[float]:
-    """What a method loses against dense training, of each seed that both have."""
-    dense = by_seed(cases, model, DENSE)
-    runs = by_seed(cases, model, method)
-    return [lost(runs[seed], dense[seed]) for seed in sorted(set(runs) & set(dense))]
-
-
 def rows(cases: Mapping[str, Any]) -> list[list[object]]:
-    """At the paper's settings: a row for each model and method, those of most accuracy first."""
-    heading = ("model", "method", "seeds", "accuracy", "lost against dense", "95 %")
-    table: list[list[object]] = [[*heading, "times fewer bytes than dense"]]
-    for model in MODELS:
-        found = {method: by_seed(cases, model, method) for method in (DENSE, *COMPARED)}
-        known = {method: [*runs.values()] for method, runs in found.items() if runs}
-        means = {
-            method: statistics.mean(run["score"]["accuracy"] for run in runs)
-            for method, runs in known.items()
-        }
-        for method in sorted(means, key=means.__getitem__, reverse=True):
-            differences = losses(cases, model, method)
-            lost_of = f"{100 * statistics.mean(differences):+.2f} pp" if differences else "-"
-            interval = half_interval(differences)
-            spread = "-" if interval is None else f"± {100 * interval:.2f}"
-            fewer = _of_dense(known, method)
-            accuracy = f"{100 * means[method]:.2f} %"
-            table.append([model, method, len(known[method]), accuracy, lost_of, spread, fewer])
-    return table
-
-
-def _of_dense(runs: Mapping[str, Sequence[Any]], method: str) -> str:
-    """How many times fewer bytes it sends."""
-    if DENSE not in runs:
-        return "-"
-    dense, own = (statistics.mean(map(all_bytes, runs[each])) for each in (DENSE, method))
-    return f"{dense / own:.1f}"
+    """At the paper's settings."""
+    return ranked(cases, MODELS, (DENSE, *COMPARED))
 
 
 def grid_rows(cases: Mapping[str, Any]) -> list[list[object]]:

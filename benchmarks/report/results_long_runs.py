@@ -139,7 +139,8 @@ def _scored(mean: float, deviation: float | None, ratio: float, times: float | N
 
 def _ours(cases: Mapping[str, Any], model: str, method: str) -> str:
     """Mean and deviation of the scores, the ratio to dense, and how many times the reference's."""
-    from benchmarks.accuracy.long_runs import SEEDS, outcomes
+    from benchmarks.accuracy.long_runs import outcomes
+    from benchmarks.accuracy.seeds import SEEDS
 
     titles = [f"{model} {method} seed {seed}" for seed in SEEDS]
     scores = [cases[title]["score"] for title in titles if title in cases]
@@ -176,7 +177,8 @@ def in_form(form: Form, cases: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 def long_runs() -> str:
     """Scores and bytes of runs that are long enough."""
-    from benchmarks.accuracy.long_runs import ABLATION, AUTO, CASES, LIMITS, SEEDS, outcomes, rows
+    from benchmarks.accuracy.long_runs import ABLATION, AUTO, CASES, LIMITS, outcomes, rows
+    from benchmarks.accuracy.seeds import SEEDS
 
     figures = load("long_runs")
     found = outcomes(figures["cases"])

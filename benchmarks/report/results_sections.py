@@ -35,6 +35,7 @@ from benchmarks.report.results_planners import (
     bucket_times,
     gravac_search,
     multi_level,
+    static_factors,
     three_bits,
 )
 
@@ -834,6 +835,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "many_ranks": many_ranks,
     "long_runs": long_runs,
     "three_bits": three_bits,
+    "static_factors": static_factors,
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import gravac_search, long_runs, three_bits
+from benchmarks.accuracy import gravac_search, long_runs, seeds, static_factors, three_bits
 from benchmarks.harness import lab
 from benchmarks.micro import multi_level
 from benchmarks.network import bucket_times
@@ -22,6 +22,7 @@ from benchmarks.report import (
 )
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.planning import StepMeasurements
+from launch.training import options as command_line
 
 MACHINE = {"date": "2030-01-01", "cpu": "X", "cores": 2, "torch": "2"}
 
@@ -162,6 +163,44 @@ def test_table_3_stands_beside_what_was_measured() -> None:
     assert multi_level.papers_span("redsync") == pytest.approx((1.1, 1.5), abs=0.02)
 
 
+# --------------------------------------------------------------------------------- GraVAC's table 2
+
+
+def factored(gravac: tuple[float, float], reference: tuple[float, float]) -> dict[str, Any]:
+    """Runs of one seed of the MLP: accuracy, and bytes of a step."""
+    runs = {"dense": (0.90, 100.0), "topk 10x": reference, "gravac 0.7": gravac}
+    return {
+        f"mlp {method} seed 1": {
+            "score": {"accuracy": accuracy}, "losses": [], "bytes": [[0, nbytes]], "steps": 10,
+        }
+        for method, (accuracy, nbytes) in runs.items()
+    }  # fmt: skip
+
+
+FACTORED = factored((0.897, 2.5), (0.899, 10.0))
+
+
+def test_gravac_stands_beside_static_factors() -> None:
+    heading, _, reference, gravac = static_factors.rows(FACTORED)
+    assert heading[-1] == "than topk 10x"
+    assert reference[1:] == ["topk 10x", 1, "89.90 %", "+0.10 pp", "-", "10.0", "1.00"]
+    assert gravac[1:] == ["gravac 0.7", 1, "89.70 %", "+0.30 pp", "-", "40.0", "4.00"]
+    left = f"{len(static_factors.CASES) - 3} of {len(static_factors.CASES)} runs are missing"
+    assert static_factors.missed(FACTORED) == [left]
+    assert static_factors.missed(factored((0.89, 8.0), (0.899, 10.0))) == [
+        "mlp: gravac 0.7 loses 1.00, target 0.5",
+        "mlp: gravac 0.7 sends 1.25 times fewer bytes than topk 10x, target 1.9",
+        left,
+    ]
+
+
+@pytest.mark.parametrize("method", static_factors.METHODS)
+def test_every_static_factor_is_one_that_train_py_knows(method: str) -> None:
+    options = command_line.parse(["--preset", "mlp-fashion", *static_factors.METHODS[method]])
+    assert parse(options.compression)
+    assert (options.planner is not None) == (method in static_factors.ADAPTIVE)
+
+
 # --------------------------------------------------------------------------------- L-GreCo's tables
 
 
@@ -249,9 +288,9 @@ def test_learned_levels_that_lose_more_than_fixed_ones_miss_the_target() -> None
     assert worse == "mlp: alq loses 10.00 pp, target at most that of qsgdinf, 1.00"
 
 
-@pytest.mark.parametrize("method", [three_bits.DENSE, *three_bits.COMPARED])
+@pytest.mark.parametrize("method", [seeds.DENSE, *three_bits.COMPARED])
 def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
-    if method == three_bits.DENSE:
+    if method == seeds.DENSE:
         assert three_bits.spec(method, 3, 8192) == "none"
         return
     made: Any = parse(three_bits.spec(method, 3, 8192))
@@ -279,6 +318,11 @@ def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
             results_planners.multi_level,
             {"models": levels(100, 50, 200)},
             "reaches the paper's least speedup of 1.1 in 12 of 12 rows.",
+        ),
+        (
+            results_planners.static_factors,
+            {"cases": FACTORED},
+            "mlp: 4.00 times fewer bytes than `topk 10x`, +0.30 pp lost against dense training. 3 of",
         ),
         (
             results_planners.three_bits,
