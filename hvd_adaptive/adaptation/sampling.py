@@ -24,7 +24,7 @@ from hvd_adaptive.adaptation.preconditioning import SecondMoment, no_second_mome
 from hvd_adaptive.adaptation.sketch import NUMBERS, SKETCH, signed_sums, sketch
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
-from hvd_adaptive.compressors import CastCompressor, LinearCompressor, format_spec
+from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.compressors.base import CodecState, Compressor, GatheredCompressor, Level
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.planning import (
@@ -57,7 +57,8 @@ class Traits:
         specs: their compressors, as text.
         payloads: ``float64[C]``: bytes that one rank sends.
         unbiased: ``bool[C]``.
-        densities: ``float64[C]``: share of the elements that is sent; of low rank, of the bytes.
+        densities: ``float64[C]``: share of the elements that is sent; 1 where all are, if rounded or
+            projected, and where chance selects them.
     """
 
     specs: tuple[str, ...]
@@ -70,7 +71,7 @@ class Traits:
         """Of these candidates."""
         specs = {each: short_spec(each) for each in {row.compressor for row in candidates}}
         densities = [
-            min(1.0, 1 / row.nominal_factor(layer)) if _withholds(row.compressor) else 1.0
+            min(1.0, 1 / row.nominal_factor(layer)) if row.compressor.selects else 1.0
             for row in candidates
         ]
         return cls(
@@ -79,12 +80,6 @@ class Traits:
             np.array([not row.compressor.biased for row in candidates]),
             np.array(densities),
         )
-
-
-def _withholds(compressor: Compressor) -> bool:
-    """Whether it sends only part of the elements, or of the directions, in a step."""
-    linear = isinstance(compressor, LinearCompressor) and not isinstance(compressor, CastCompressor)
-    return compressor.selects or linear
 
 
 @dataclass

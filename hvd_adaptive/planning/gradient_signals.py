@@ -59,7 +59,8 @@ class GradientSignals:
         specs: the compressor of every candidate, as text.
         payloads: ``float64[C_l]`` per layer: bytes that one rank sends.
         unbiased: ``bool[C_l]`` per layer: whether a candidate adds noise; else it withholds.
-        densities: ``float64[C_l]`` per layer: share of the elements that a candidate sends.
+        densities: ``float64[C_l]`` per layer: share of the elements that a candidate selects; 1 where
+            all are sent, as well as they can be.
     """
 
     energy: Float64s

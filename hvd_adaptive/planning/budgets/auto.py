@@ -14,7 +14,7 @@ from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
 from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
-from hvd_adaptive.planning.budgets.losses import Losses, losses_of
+from hvd_adaptive.planning.budgets.losses import Losses, losses_of, withheld_at_first
 from hvd_adaptive.planning.budgets.remeasurement import Remeasurement
 from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.explanation import explain, in_ms
@@ -50,7 +50,8 @@ class Accuracy(BudgetOptions):
     """The least time within two limits: how much of training waits, and how much noise is added.
 
     *Delay*, of compressors with error feedback: a layer that sends a share ``d`` of its elements holds
-    ``W = k / d`` steps of its gradient; ``k`` is 1 until it has been observed (see
+    ``W = k / d`` steps of its gradient, and one that is projected to few dimensions, which keep a share
+    ``c`` of its energy, ``W = k / c``; ``k`` is 1 until it has been observed (see
     :mod:`hvd_adaptive.planning.gradient_signals`). With ``w`` a layer's share of all gradients' energy,
     ``sum w W**2`` is kept within ``(delay * t)**2`` at step ``t``: no more than this share of the steps
     so far waits. Where the end ``T`` is known, it also is within a quarter of the steps that are left,
@@ -125,6 +126,8 @@ LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
 NEW_SHARE = 0.25
 """What the last plan's estimate of the mean gradient counts, beside those before."""
+FACTORS = (0.05, 4.0)
+"""Bounds of what layers withhold, of what they should."""
 DRIFTS = (0.5, 3.0)
 """Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
 
@@ -331,7 +334,9 @@ class AutoBudget(Budget):
         """Of all candidates, and their limits."""
         signals = self._smoothed(signals)
         signal, noise = noise_of(signals.energy, signals.mean_energy, self._ranks)
-        seen = self._observed_factors(signals, signal, noise / self._ranks, step)
+        seen = self._observed_factors(
+            table, signals, withheld_steps(signals.residual, signal, noise / self._ranks), step
+        )
         delay, share = self._allowed_delay(step), self._caution * self._options.limits[1]
         metric = self._options.metric
         return losses_of(table, signals, costs, metric, seen, delay, share, self._ranks)
@@ -352,27 +357,29 @@ class AutoBudget(Budget):
         return replace(signals, mean_energy=self._shares * signals.energy)
 
     def _observed_factors(
-        self, signals: GradientSignals, signal: Float64s, noise: Float64s, step: int
+        self, table: CandidateTable, signals: GradientSignals, seen: Float64s, step: int
     ) -> Float64s:
-        """``k`` of each layer: steps withheld, times the density at which they are.
+        """``k`` of each layer and kind of candidate: steps withheld, of those that should be.
 
         A residual that is still filling up shows too few, so an observation that is below what is
         known counts once a layer has been compressed for as long as one filling takes.
         """
-        count = len(signals.energy)
         if self._factors is None:
-            self._factors = np.ones(count)
+            self._factors = np.ones((2, len(signals.energy)))
         if self._levels is None or self._since is None:
             return self._factors
-        seen = withheld_steps(signals.residual, signal, noise)
-        for layer, index in enumerate(self._levels.tolist()):
-            density = float(signals.densities[layer][index])
-            if self._since[layer] < 0 or not 0 < density < 1:
-                continue
-            found = float(np.clip(seen[layer] * density, 0.05, 4.0))
-            filled = step - self._since[layer] >= 1 / density
-            if found > self._factors[layer] or filled:
-                self._factors[layer] = 0.5 * (self._factors[layer] + found)
+        chosen = [*enumerate(self._levels.tolist())]
+        density, errors = (
+            np.array([rows[layer][index] for layer, index in chosen])
+            for rows in (signals.densities, table.errors)
+        )
+        expected = withheld_at_first(density, signals.energy, errors)
+        for layer in np.flatnonzero((self._since >= 0) & np.isfinite(expected) & (expected >= 1)):
+            found = float(np.clip(seen[layer] / expected[layer], *FACTORS))
+            filled = step - self._since[layer] >= expected[layer]
+            known = self._factors[int(density[layer] < 1)]
+            if found > known[layer] or filled:
+                known[layer] = 0.5 * (known[layer] + found)
         return self._factors
 
     # --- seconds ----------------------------------------------------------------------------------
@@ -511,6 +518,8 @@ class AutoBudget(Budget):
         self._planned_delay = float(state["planned_delay"])
         self._patience = int(state.get("patience", 1))  # older states have none
         self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
+        if self._factors is not None and self._factors.ndim == 1:  # older states know one kind
+            self._factors = np.stack([np.ones_like(self._factors), self._factors])
         self._shares, self._shares_of = np.array(state["shares"]), int(state["shares_of"])
         self._order = _int64s(state["order"])
         self._compute, self._network = float(state["compute"]), float(state["network"])

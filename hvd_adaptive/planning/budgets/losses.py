@@ -62,7 +62,8 @@ def losses_of(
         signals: of the layers.
         costs: say which compressors are dense.
         metric: what counts across layers: see :func:`~.gradient_signals.metric_weights`.
-        factors: ``float64[L]``: steps withheld, times the density at which they are.
+        factors: ``float64[2, L]``: steps withheld, of those that :func:`withheld_at_first` says: by
+            candidates that send all elements, and by those that select some.
         delay: steps that may be withheld.
         share: of the gradient's own noise that may be added.
         ranks: how many there are.
@@ -81,7 +82,8 @@ def losses_of(
         )
         energy, nonzero = signals.energy[layers, None], signals.nonzero[layers, None]
         unbiased = unbiased & ~dense
-        withheld = factors[layers, None] * _withheld(density, energy, errors)
+        factor = np.where(density < 1, factors[1, layers, None], factors[0, layers, None])
+        withheld = factor * withheld_at_first(density, energy, errors)
         loudness = np.where(unbiased, errors, 0.0)
         if metric == "relative":
             # of the mean, and so of each of the ranks as many times
@@ -110,11 +112,20 @@ def _alike(specs: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], 
     yield from ((each, np.array(layers, dtype=np.int64)) for each, layers in groups.items())
 
 
-def _withheld(density: Float64s, energy: Float64s, errors: Float64s) -> Float64s:
-    """Steps that each candidate of some layers withholds, before anything was observed.
+def withheld_at_first(density: Float64s, energy: Float64s, errors: Float64s) -> Float64s:
+    """Steps that candidates withhold, as far as can be said before they were observed.
 
-    One over the density where elements are selected; where all are sent, one over the share of the
-    energy that is sent, of which the rest waits one step more, and so on.
+    One over the density where elements are selected; where all are sent, rounded or in few dimensions,
+    one over the share of the energy that is sent, of which the rest waits one step more, and so on.
+
+    Args:
+        density: of the elements that are selected, 1 where all are sent.
+        energy: squared norms of the gradients.
+        errors: of what is sent of them.
+
+    Example:
+        >>> withheld_at_first(np.array([0.1, 1.0]), np.array([2.0, 2.0]), np.array([1.5, 1.0])).tolist()
+        [10.0, 2.0]
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         faithful = energy / np.maximum(energy - errors, 0.0)
