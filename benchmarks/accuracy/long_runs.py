@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.accuracy.seeds import DENSE, SEEDS, all_bytes, half_interval, lost, recorded
 from benchmarks.harness import command_line
+from hvd_adaptive.adaptation.automatic import FAMILIES, OWN
 
 RATE_FLOOR = 0.02
 """Share of the highest learning rate at which a run ends, so that what waits still counts."""
@@ -121,10 +122,13 @@ ABLATED = {
     "resnet": [each for each in ABLATION if "preconditioned" not in each],
     "resnet-adamw": [*ABLATION],
 }
-# What other limits than the default ones save and lose.
+# What other limits than the default ones save and lose, and a family more to choose from.
+FAST, STRICT, WIDER = (f"{AUTO} {word}" for word in ("fast", "strict", "powersgd"))
+NAMED = [word for each in (*FAMILIES, "powersgd:rank=4") for word in ("--candidate", each)]
 LIMITS = {
-    f"{AUTO} {accuracy}": Method(("--compression", f"auto:accuracy={accuracy}"), DENSE)
-    for accuracy in ("strict", "fast")
+    STRICT: Method(("--compression", "auto:accuracy=strict"), DENSE),
+    FAST: Method(("--compression", "auto:accuracy=fast"), DENSE),
+    WIDER: Method(("--compression", OWN, "--planner", AUTO, "--scheme", AUTO, *NAMED), DENSE),
 }
 # With what else L-GreCo is compared in its table 4, besides accordion.
 RIVALS = {
@@ -138,10 +142,9 @@ EXPLAINING = ABLATION | LIMITS | RIVALS
 
 def _planned(name: str, setup: Setup) -> tuple[str, ...]:
     """Of all seeds."""
-    everywhere = (DENSE, AUTO, f"{AUTO} fast")
     if setup.ends:
-        return everywhere
-    return (*dict.fromkeys((*everywhere, *METHODS)), *(RIVALS if name in RIVALS_OF else ()))
+        return (DENSE, AUTO, FAST)
+    return (*METHODS, FAST, WIDER, *(RIVALS if name in RIVALS_OF else ()))
 
 
 CASES = {
@@ -152,7 +155,7 @@ CASES = {
 } | {
     f"{name} {method} seed {SEEDS[0]}": (name, method, SEEDS[0])
     for name, setup in SETUPS.items()
-    for method in (*ABLATED.get(name, ()), *(() if setup.ends else (f"{AUTO} strict",)))
+    for method in (*ABLATED.get(name, ()), *(() if setup.ends else (STRICT,)))
 }
 ACCURACY, PERPLEXITY = 0.01, 0.01
 """How much may be lost against dense training: of accuracy, and of perplexity, relative."""

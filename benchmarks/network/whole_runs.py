@@ -22,7 +22,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.long_runs import AUTO, RATE_FLOOR, SETUPS, dense_steps, method_of
+from benchmarks.accuracy.long_runs import (
+    AUTO,
+    FAST,
+    RATE_FLOOR,
+    SETUPS,
+    WIDER,
+    dense_steps,
+    method_of,
+)
 from benchmarks.harness import command_line, lab
 from benchmarks.network.training_tables import first_of, number, reaches
 
@@ -32,8 +40,7 @@ EVALUATIONS, TURN = 20, 20
 """In a run; and steps of one method in a row."""
 FP16 = "stock fp16"
 STATIC = ("topk", "qsgd", "powersgd")
-FAST = f"{AUTO} fast"
-ROUTES = (FP16, AUTO, *STATIC, FAST)
+ROUTES = (FP16, AUTO, *STATIC, FAST, WIDER)
 CASES = ("mlp", "resnet", "lstm", "transformer")
 OF_BEST, OF_FP16 = 1.1, 0.2
 """Targets: ``auto``'s seconds to the target, of the best static method's, and of stock fp16's."""

@@ -64,14 +64,16 @@ def automatic() -> str:
 
 def whole_runs() -> str:
     """Whole trainings in time, of auto and of methods that do the same in every step."""
-    from benchmarks.network.whole_runs import FAST, HOSTS, RATE, against_best, rows
+    from benchmarks.accuracy.long_runs import FAST, WIDER
+    from benchmarks.network.whole_runs import HOSTS, RATE, against_best, rows
 
     figures = load("whole_runs")
     return section(
         "Whole trainings on a slow network",
         f"Models, lengths and levels of the long runs below, trained on {HOSTS} hosts with links of "
         f"{RATE}, all methods in turn within one job, from one seed; `{FAST}` is "
-        f"`auto:accuracy=fast`. {source('whole_runs', figures)}",
+        f"`auto:accuracy=fast`, and `{WIDER}` may choose `powersgd:rank=4`, too. "
+        f"{source('whole_runs', figures)}",
         (
             "Time to the target of dense training",
             "How much longer does `auto` take than the best static choice, and than stock fp16?",

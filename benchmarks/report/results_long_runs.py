@@ -208,7 +208,8 @@ def long_runs() -> str:
         (
             "Limits of auto",
             "What do stricter and laxer limits than the default ones lose and save?",
-            "`auto` has the limits of `accuracy=balanced`.",
+            "`auto` has the limits of `accuracy=balanced`, and so has `auto powersgd`, which may "
+            "choose `powersgd:rank=4`, too.",
             of_rows(rows(figures["cases"], (AUTO, *LIMITS))),
         ),
         *(in_form(form, figures["cases"]) for form in FORMS),
