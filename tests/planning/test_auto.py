@@ -58,6 +58,8 @@ class World:
     decisions: list[Decision] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """As they would be on a machine of the same speed at all times."""
+    projects: bool = False
+    """Whether topk stands for low rank: all elements are sent, in few dimensions."""
     compressed: list[bool] = field(default_factory=list)
     switched: list[int] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
@@ -109,7 +111,8 @@ class World:
             specs=(self.specs,) * self.layers,
             payloads=self.sizes,
             unbiased=(np.array([spec != self.topk for spec in self.specs]),) * self.layers,
-            densities=(self.densities,) * self.layers,
+            densities=(np.ones_like(self.densities) if self.projects else self.densities,)
+            * self.layers,
         )
         buckets = (self.layers - 1 - np.arange(self.layers)) // 2
         costs = costs_of(self.measured, cap_bytes=4e6)
@@ -375,6 +378,26 @@ def test_a_resumed_run_is_as_patient() -> None:
     again = World(mbit=1e5)
     again.planner.load_state_dict(json.loads(json.dumps(world.planner.state_dict())))
     assert again.planner.budget.patience == world.planner.budget.patience == 8
+
+
+def test_low_rank_is_admitted_by_the_energy_that_it_sends_and_then_by_what_is_seen_to_wait() -> None:
+    """At a density of d it would wait 1/d steps; it sends the root of d of the energy here."""
+    selecting, projecting = (
+        World("auto:noise=1e-9,delay=0.05", mbit=3.0, projects=projects) for projects in (False, True)
+    )
+    first = [int((world.run(60).levels > 1).sum()) for world in (selecting, projecting)]
+    assert first[0] < first[1]
+    for world in (selecting, projecting):
+        late = world.run(1200).decisions[-1]
+        waits = float(
+            np.sqrt((np.where(world.levels > 1, 1 / world.densities[world.levels], 0) ** 2).mean())
+        )
+        assert late.report["delay"] * world.planned[-1] == pytest.approx(waits, rel=0.3)
+    state = json.loads(json.dumps(projecting.planner.budget.state_dict()))
+    older = {**state, "factors": state["factors"][1]}  # it knew one kind of candidate
+    for each in (state, older):
+        projecting.planner.budget.load_state_dict(each)
+        assert projecting.planner.budget.state_dict()["factors"][1] == state["factors"][1]
 
 
 def test_errors_of_sketches_do_not_decide_what_may_wait() -> None:
