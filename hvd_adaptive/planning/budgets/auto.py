@@ -126,7 +126,7 @@ LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
 NEW_SHARE = 0.25
 """What the last plan's estimate of the mean gradient counts, beside those before."""
-FACTORS = (0.05, 4.0)
+FACTORS = (0.05, 16.0)
 """Bounds of what layers withhold, of what they should."""
 DRIFTS = (0.5, 3.0)
 """Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
