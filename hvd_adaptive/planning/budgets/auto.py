@@ -128,6 +128,8 @@ NEW_SHARE = 0.25
 """What the last plan's estimate of the mean gradient counts, beside those before."""
 FACTORS = (0.05, 16.0)
 """Bounds of what layers withhold, of what they should."""
+FILLING = 50
+"""Steps for which residuals are taken to fill up at least, also where they should hold one step."""
 DRIFTS = (0.5, 3.0)
 """Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
 
@@ -376,7 +378,7 @@ class AutoBudget(Budget):
         expected = withheld_at_first(density, signals.energy, errors)
         for layer in np.flatnonzero((self._since >= 0) & np.isfinite(expected) & (expected >= 1)):
             found = float(np.clip(seen[layer] / expected[layer], *FACTORS))
-            filled = step - self._since[layer] >= expected[layer]
+            filled = step - self._since[layer] >= max(expected[layer], FILLING)
             known = self._factors[int(density[layer] < 1)]
             if found > known[layer] or filled:
                 known[layer] = 0.5 * (known[layer] + found)
