@@ -37,6 +37,12 @@ MAX_RANK = 64
 """Of the range that a planner has by itself."""
 LARGEST_RANK = 1 << 12
 LARGEST = float(torch.finfo(torch.float32).max)
+SPARE = 8
+"""Columns by which a subspace is larger than the largest rank that it is for."""
+POWERS = 3
+"""Power iterations by which it is found."""
+SMALL = 16
+"""As many times as a subspace's columns are few for a matrix: its whole spectrum takes little then."""
 FAR_FROM_LARGEST = 2.0**96
 """While a factor is below it, no float32 minus the product becomes infinite: rows of the other one,
 whose columns are orthonormal, have a norm of 1 at most, and elements of the product are below 2^102 up
@@ -181,18 +187,19 @@ class PowerSGD(LinearCompressor):
         levels: Sequence[Level],
         context: LayerContext = NO_CONTEXT,
     ) -> Float64s:
-        """The energy beyond each rank, from one decomposition: what warm-started iterations come to."""
+        """The energy beyond each rank: what warm-started iterations come to.
+
+        Of small matrices from one decomposition, exact but for rounding; of others, whose decomposition
+        would take many times as long as compressing them, from a subspace that holds nearly all of the
+        largest ranks' energy: up to 1 % too much where singular values hardly fall, as those of noise.
+        """
         check_input(x)
         shape = context.shape or folded(x.numel())
         if x.numel() == 0:
             return np.zeros(len(levels))
-        rows, columns = as_matrix(shape)
-        matrix = x.double().view(rows, columns)
-        gram = matrix @ matrix.T if rows <= columns else matrix.T @ matrix
-        energies = torch.linalg.eigvalsh(gram).clamp(min=0.0).cpu().numpy()  # rising
-        tails = np.concatenate([[0.0], np.cumsum(energies)])  # tails[i]: the i smallest
         ranks = [rank_of(shape, int(level)) for level in levels]
-        return np.array([tails[max(0, len(energies) - rank)] if rank else 0.0 for rank in ranks])
+        tails = _tails(x.view(as_matrix(shape)), max(ranks, default=0))
+        return np.array([tails[rank] if rank else 0.0 for rank in ranks])
 
     def wire_bytes(self, numel: int, level: Level, *, shape: Shape | None = None) -> int:
         """Exact: both factors, or the layer itself."""
@@ -452,6 +459,33 @@ def orthonormal(p: Tensor) -> Tensor:
     """
     q: Tensor = torch.linalg.qr(p.double()).Q
     return q.to(p.dtype)
+
+
+def _tails(matrix: Tensor, most: int) -> Float64s:
+    """``float64[most + 1]``: the energy that each number of largest singular values leaves."""
+    columns = most + SPARE
+    largest = float(matrix.abs().max())
+    if SMALL * columns >= min(matrix.shape) or not 0 < largest < math.inf:
+        exact = matrix.double()
+        gram = exact @ exact.T if exact.shape[0] <= exact.shape[1] else exact.T @ exact
+        energies = torch.linalg.eigvalsh(gram).clamp(min=0.0).flip(0).cpu().numpy()
+        behind = np.append(np.cumsum(energies[::-1])[::-1], 0.0)
+        return behind[: most + 1]
+    # a power of two, so that scaling rounds nothing
+    scale = 2.0 ** math.frexp(largest)[1]
+    scaled = matrix / scale
+    start = torch.randn(matrix.shape[1], columns, generator=torch.Generator().manual_seed(0))
+    basis = start.to(matrix.device)
+    for _ in range(POWERS):
+        left, _ = torch.linalg.qr(scaled @ basis)
+        basis, _ = torch.linalg.qr(scaled.T @ left)
+    seen = scaled @ basis
+    outside = torch.linalg.vector_norm(torch.addmm(scaled, seen, basis.T, alpha=-1.0))
+    gram = seen.double()
+    energies = torch.linalg.eigvalsh(gram.T @ gram).clamp(min=0.0).cpu().numpy()  # rising
+    behind = float(outside) ** 2 + np.concatenate([[0.0], np.cumsum(energies)])[::-1]
+    found: Float64s = behind[: most + 1] * scale**2
+    return found
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compressors import lowrank
-from hvd_adaptive.compressors.base import LinearBatch
+from hvd_adaptive.compressors.base import LayerContext, LinearBatch
 from hvd_adaptive.compressors.lowrank import PowerSGD, WarmStarts, orthonormal
 from hvd_adaptive.layers import Layer
 
@@ -150,3 +150,36 @@ def test_a_batch_is_made_orthonormal_as_its_matrices_are() -> None:
     batch[1] = 0.0
     batch[2, :, 1] = batch[2, :, 0]
     assert torch.equal(orthonormal(batch), torch.stack([orthonormal(each) for each in batch]))
+
+
+# --- errors of large matrices ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(600, 300), (300, 600)])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_errors_of_large_matrices_are_bounds_and_near_those_of_a_decomposition(
+    shape: tuple[int, int], decay: float, scale: float
+) -> None:
+    """Singular values i**-decay, of which the first ones hold little or nearly all energy."""
+    generator = torch.Generator().manual_seed(3)
+    left, right = (
+        torch.linalg.qr(torch.randn(rows, 300, generator=generator, dtype=torch.float64))[0]
+        for rows in shape
+    )
+    values = torch.arange(1, 301, dtype=torch.float64) ** -decay
+    x = (scale * (left * values) @ right.T).float()
+    assert min(shape) > lowrank.SMALL * (8 + lowrank.SPARE), "else it is decomposed"
+    exact = torch.linalg.svdvals(x.double()).square()
+    ranks = [1, 4, 8]
+    found = PowerSGD(rank=4).errors(x.view(-1), ranks, LayerContext(shape=shape))
+    tails = np.array([float(exact[rank:].sum()) for rank in ranks])
+    assert (found >= tails * (1 - 1e-4)).all()
+    assert (found <= tails * 1.02).all()
+    again = PowerSGD(rank=4).errors(x.view(-1), ranks, LayerContext(shape=shape))
+    assert found.tolist() == again.tolist()
+
+
+def test_a_large_matrix_of_zeros_has_no_error() -> None:
+    x = torch.zeros(600 * 300)
+    assert PowerSGD(rank=4).errors(x, [1, 4], LayerContext(shape=(600, 300))).tolist() == [0.0, 0.0]
