@@ -5,6 +5,7 @@ A measurement holds its ``date`` and its ``setting``; those from before the firs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -71,11 +72,14 @@ CHANGES = (
         "accumulate",
     ),
     Change("2026-11-25", ("lgreco-time",), "eight trial plans come first", "trials"),
+    Change(
+        "2026-11-27", ("auto",), "limits are tighter: these were those of `accuracy=fast`", "accuracy"
+    ),
 )
 
 
 def planner_of(measured: Mapping[str, Any]) -> str:
-    """The planner of a measurement, as text; empty where there is none.
+    """The planner of a measurement, as text, or the compressor ``auto``; empty where there is none.
 
     Args:
         measured: its ``setting`` is the arguments of launch/train.py, or these as text.
@@ -83,10 +87,15 @@ def planner_of(measured: Mapping[str, Any]) -> str:
     Example:
         >>> planner_of({"setting": "--planner gravac:window=40 --seed 0"})
         'gravac:window=40'
+        >>> planner_of({"setting": "--compression auto --seed 0"}), planner_of({})
+        ('auto', '')
     """
     setting: str | Sequence[str] = measured.get("setting", ())
     words = setting.split() if isinstance(setting, str) else list(setting)
-    return words[words.index("--planner") + 1] if "--planner" in words[:-1] else ""
+    named = dict(itertools.pairwise(words))
+    compression = named.get("--compression", "")
+    plans_itself = compression.partition(":")[0] == "auto"
+    return named.get("--planner", compression if plans_itself else "")
 
 
 def of_cells(cells: Mapping[str, Mapping[str, Any]], part: int) -> Iterator[Measured]:
