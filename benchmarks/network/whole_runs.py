@@ -108,7 +108,7 @@ def against_best(cases: Mapping[str, Runs]) -> str:
         of_best = f"{own / best:.2f} (`{name}`)" if best > 0 else "no static one reaches it"
         of_fp16 = f"{own / seconds_to_target(runs, FP16):.2f} (stock fp16)"
         if AUTO not in runs:
-            said.append(f"{model} was not trained")
+            said.append(f"{model} was not trained by its limits of today")
         else:
             said.append(f"{model} {of_best}, {of_fp16}" if own > 0 else f"{model} does not reach it")
     return "; ".join(said)

@@ -49,7 +49,7 @@ def test_slow_runs_and_runs_below_the_target_miss_it() -> None:
     assert whole_runs.missed(far) == ["mlp: auto is not at the target", left]
     assert whole_runs.against_best(far) == "mlp does not reach it"
     del far["mlp"]["auto"]
-    assert whole_runs.against_best(far) == "mlp was not trained"
+    assert whole_runs.against_best(far) == "mlp was not trained by its limits of today"
     assert whole_runs.missed(far) == ["4 of 4 models were not trained"]
 
 
