@@ -140,10 +140,9 @@ def _scored(mean: float, deviation: float | None, ratio: float, times: float | N
 def _ours(cases: Mapping[str, Any], model: str, method: str) -> str:
     """Mean and deviation of the scores, the ratio to dense, and how many times the reference's."""
     from benchmarks.accuracy.long_runs import outcomes
-    from benchmarks.accuracy.seeds import SEEDS
+    from benchmarks.accuracy.seeds import by_seed
 
-    titles = [f"{model} {method} seed {seed}" for seed in SEEDS]
-    scores = [cases[title]["score"] for title in titles if title in cases]
+    scores = [run["score"] for run in by_seed(cases, model, method).values()]
     found = outcomes(cases).get((model, method))
     if found is None:
         return "-"

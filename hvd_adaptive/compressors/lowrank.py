@@ -467,12 +467,9 @@ def _tails(matrix: Tensor, most: int) -> Float64s:
     largest = float(matrix.abs().max())
     if SMALL * columns >= min(matrix.shape) or not 0 < largest < math.inf:
         exact = matrix.double()
-        gram = exact @ exact.T if exact.shape[0] <= exact.shape[1] else exact.T @ exact
-        energies = torch.linalg.eigvalsh(gram).clamp(min=0.0).flip(0).cpu().numpy()
-        behind = np.append(np.cumsum(energies[::-1])[::-1], 0.0)
-        return behind[: most + 1]
-    # a power of two, so that scaling rounds nothing
-    scale = 2.0 ** math.frexp(largest)[1]
+        return _rest(exact if exact.shape[0] >= exact.shape[1] else exact.T)[: most + 1]
+    # a power of two, so that scaling rounds nothing, and not above the largest float32
+    scale = 2.0 ** (math.frexp(largest)[1] - 1)
     scaled = matrix / scale
     start = torch.randn(matrix.shape[1], columns, generator=torch.Generator().manual_seed(0))
     basis = start.to(matrix.device)
@@ -481,10 +478,13 @@ def _tails(matrix: Tensor, most: int) -> Float64s:
         basis, _ = torch.linalg.qr(scaled.T @ left)
     seen = scaled @ basis
     outside = torch.linalg.vector_norm(torch.addmm(scaled, seen, basis.T, alpha=-1.0))
-    gram = seen.double()
-    energies = torch.linalg.eigvalsh(gram.T @ gram).clamp(min=0.0).cpu().numpy()  # rising
-    behind = float(outside) ** 2 + np.concatenate([[0.0], np.cumsum(energies)])[::-1]
-    found: Float64s = behind[: most + 1] * scale**2
+    return (float(outside) ** 2 + _rest(seen.double())[: most + 1]) * scale**2
+
+
+def _rest(tall: Tensor) -> Float64s:
+    """``float64[columns + 1]``: the same of all numbers, from a whole decomposition."""
+    rising = torch.linalg.eigvalsh(tall.T @ tall).clamp(min=0.0).cpu().numpy()
+    found: Float64s = np.concatenate([[0.0], np.cumsum(rising)])[::-1]
     return found
 
 

@@ -180,6 +180,16 @@ def test_errors_of_large_matrices_are_bounds_and_near_those_of_a_decomposition(
     assert found.tolist() == again.tolist()
 
 
+def test_errors_of_a_large_matrix_near_the_largest_float32_scale_with_it() -> None:
+    x = torch.randn(600 * 300, generator=torch.Generator().manual_seed(3))
+    x /= x.abs().max()
+    small, large = (
+        PowerSGD(rank=4).errors(factor * x, [1, 4], LayerContext(shape=(600, 300)))
+        for factor in (1.0, 2.0**127)
+    )
+    assert large == pytest.approx(small * 2.0**254, rel=1e-9)
+
+
 def test_a_large_matrix_of_zeros_has_no_error() -> None:
     x = torch.zeros(600 * 300)
     assert PowerSGD(rank=4).errors(x, [1, 4], LayerContext(shape=(600, 300))).tolist() == [0.0, 0.0]
