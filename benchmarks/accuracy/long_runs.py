@@ -25,9 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.seeds import DENSE, SEEDS, all_bytes, half_interval, lost, recorded
+from benchmarks.accuracy.seeds import (
+    DENSE,
+    SEEDS,
+    Pair,
+    all_bytes,
+    by_seed,
+    half_interval,
+    losses,
+    pairs_of,
+    recorded,
+)
 from benchmarks.harness import command_line
-from hvd_adaptive.adaptation.automatic import FAMILIES, OWN
 
 RATE_FLOOR = 0.02
 """Share of the highest learning rate at which a run ends, so that what waits still counts."""
@@ -122,13 +131,11 @@ ABLATED = {
     "resnet": [each for each in ABLATION if "preconditioned" not in each],
     "resnet-adamw": [*ABLATION],
 }
-# What other limits than the default ones save and lose, and a family more to choose from.
-FAST, STRICT, WIDER = (f"{AUTO} {word}" for word in ("fast", "strict", "powersgd"))
-NAMED = [word for each in (*FAMILIES, "powersgd:rank=4") for word in ("--candidate", each)]
+# What other limits than the default ones save and lose.
+FAST, STRICT = (f"{AUTO} {word}" for word in ("fast", "strict"))
 LIMITS = {
     STRICT: Method(("--compression", "auto:accuracy=strict"), DENSE),
     FAST: Method(("--compression", "auto:accuracy=fast"), DENSE),
-    WIDER: Method(("--compression", OWN, "--planner", AUTO, "--scheme", AUTO, *NAMED), DENSE),
 }
 # With what else L-GreCo is compared in its table 4, besides accordion.
 RIVALS = {
@@ -144,7 +151,7 @@ def _planned(name: str, setup: Setup) -> tuple[str, ...]:
     """Of all seeds."""
     if setup.ends:
         return (DENSE, AUTO, FAST)
-    return (*METHODS, FAST, WIDER, *(RIVALS if name in RIVALS_OF else ()))
+    return (*METHODS, FAST, *(RIVALS if name in RIVALS_OF else ()))
 
 
 CASES = {
@@ -216,34 +223,29 @@ def outcomes(cases: Mapping[str, Any]) -> dict[tuple[str, str], Outcome]:
     """By model and method, of all that was run and whose dense training was."""
     found = {}
     for setup in SETUPS:
-        runs: dict[str, dict[int, Any]] = {}
-        for title, case in cases.items():
-            model, method, seed = CASES[title]
-            if model == setup:
-                runs.setdefault(method, {})[seed] = case
-        dense = runs.get(DENSE, {})
-        for method, by_seed in runs.items():
-            seeds = sorted(set(by_seed) & set(dense))
-            if not seeds:
+        dense = by_seed(cases, setup, DENSE)
+        for method in (*METHODS, *EXPLAINING):
+            runs = by_seed(cases, setup, method)
+            pairs = pairs_of(dense, runs)
+            if not pairs:
                 continue
-            metric = "perplexity" if "perplexity" in dense[seeds[0]]["score"] else "accuracy"
-            own = statistics.mean(all_bytes(by_seed[seed]) for seed in seeds)
-            reference = runs.get(method_of(method).reference, {})
-            pairs = [(reference[seed], case) for seed, case in by_seed.items() if seed in reference]
+            perplexity = "perplexity" in pairs[0][0]["score"]
+            metric = "perplexity" if perplexity else "accuracy"
+            kind = method_of(method)
+            beside = pairs_of(by_seed(cases, setup, kind.reference), runs)
+            full, own = (statistics.mean(map(all_bytes, each)) for each in zip(*pairs, strict=True))
             found[setup, method] = Outcome(
-                statistics.mean(by_seed[seed]["score"][metric] for seed in seeds),
-                metric == "perplexity",
-                tuple(lost(by_seed[seed], dense[seed]) for seed in seeds),
-                statistics.mean(all_bytes(dense[seed]) for seed in seeds) / own,
-                _times_fewer(pairs),
-                _times_fewer(pairs, method_of(method)),
+                statistics.mean(run["score"][metric] for _, run in pairs),
+                perplexity,
+                tuple(losses(cases, setup, method)),
+                full / own,
+                _times_fewer(beside),
+                _times_fewer(beside, kind),
             )
     return found
 
 
-def _times_fewer(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], after_start_of: Method | None = None
-) -> float | None:
+def _times_fewer(pairs: Sequence[Pair], after_start_of: Method | None = None) -> float | None:
     """The mean ratio of references' bytes to those of runs, or only after a method's dense start."""
     ratios = []
     for reference, run in pairs:

@@ -17,6 +17,8 @@ T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Two-sided 95 % quantiles of Student's t, by the number of differences."""
 MEAN_OF = 50
 """Steps of which the stored losses are means."""
+Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Two runs of the same seed."""
 
 
 def recorded(words: Sequence[str], steps: int) -> dict[str, Any]:
@@ -78,10 +80,15 @@ def by_seed(cases: Mapping[str, Any], model: str, method: str) -> dict[int, Any]
     return {seed: cases[title] for seed, title in titles.items() if title in cases}
 
 
+def pairs_of(reference: Mapping[int, Any], runs: Mapping[int, Any]) -> list[Pair]:
+    """A reference's runs and others, of the seeds that both have."""
+    return [(reference[seed], runs[seed]) for seed in sorted(set(reference) & set(runs))]
+
+
 def losses(cases: Mapping[str, Any], model: str, method: str) -> list[float]:
     """What a method loses against dense training, of each seed that both have."""
     dense, runs = (by_seed(cases, model, each) for each in (DENSE, method))
-    return [lost(runs[seed], dense[seed]) for seed in sorted(set(runs) & set(dense))]
+    return [lost(run, reference) for reference, run in pairs_of(dense, runs)]
 
 
 def ranked(

@@ -24,10 +24,8 @@ from typing import Any
 
 from benchmarks.accuracy.long_runs import (
     AUTO,
-    FAST,
     RATE_FLOOR,
     SETUPS,
-    WIDER,
     dense_steps,
     method_of,
 )
@@ -40,7 +38,7 @@ EVALUATIONS, TURN = 20, 20
 """In a run; and steps of one method in a row."""
 FP16 = "stock fp16"
 STATIC = ("topk", "qsgd", "powersgd")
-ROUTES = (FP16, AUTO, *STATIC, FAST, WIDER)
+ROUTES = (FP16, AUTO, *STATIC)
 CASES = ("mlp", "resnet", "lstm", "transformer")
 OF_BEST, OF_FP16 = 1.1, 0.2
 """Targets: ``auto``'s seconds to the target, of the best static method's, and of stock fp16's."""

@@ -64,7 +64,7 @@ def automatic() -> str:
 
 def whole_runs() -> str:
     """Whole trainings in time, of auto and of methods that do the same in every step."""
-    from benchmarks.accuracy.long_runs import FAST, WIDER
+    from benchmarks.accuracy.long_runs import FAST
     from benchmarks.network.whole_runs import HOSTS, RATE, against_best, rows
 
     figures = load("whole_runs")
@@ -72,7 +72,7 @@ def whole_runs() -> str:
         "Whole trainings on a slow network",
         f"Models, lengths and levels of the long runs below, trained on {HOSTS} hosts with links of "
         f"{RATE}, all methods in turn within one job, from one seed; `{FAST}` is "
-        f"`auto:accuracy=fast`, and `{WIDER}` may choose `powersgd:rank=4`, too. "
+        "`auto:accuracy=fast`. "
         f"{source('whole_runs', figures)}",
         (
             "Time to the target of dense training",

@@ -207,8 +207,7 @@ def long_runs() -> str:
         (
             "Limits of auto",
             "What do stricter and laxer limits than the default ones lose and save?",
-            "`auto` has the limits of `accuracy=balanced`, and so has `auto powersgd`, which may "
-            "choose `powersgd:rank=4`, too.",
+            "`auto` has the limits of `accuracy=balanced`.",
             of_rows(rows(figures["cases"], (AUTO, *LIMITS))),
         ),
         *(in_form(form, figures["cases"]) for form in FORMS),

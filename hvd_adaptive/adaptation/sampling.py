@@ -57,21 +57,25 @@ class Traits:
         specs: their compressors, as text.
         payloads: ``float64[C]``: bytes that one rank sends.
         unbiased: ``bool[C]``.
-        densities: ``float64[C]``: share of the elements that is sent; 1 where all are, if rounded or
-            projected, and where chance selects them.
+        densities: ``float64[C]``: share of the elements, or of the dimensions, that is sent; 1 where
+            all are, if rounded, and where chance selects them.
+        projected: ``bool[C]``: whether it is a share of the dimensions.
     """
 
     specs: tuple[str, ...]
     payloads: Float64s
     unbiased: npt.NDArray[np.bool_]
     densities: Float64s
+    projected: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, layer: Layer, candidates: Sequence[Candidate]) -> Traits:
         """Of these candidates."""
         specs = {each: short_spec(each) for each in {row.compressor for row in candidates}}
         densities = [
-            min(1.0, 1 / row.nominal_factor(layer)) if row.compressor.selects else 1.0
+            min(1.0, 1 / row.nominal_factor(layer))
+            if row.compressor.selects or row.compressor.projects
+            else 1.0
             for row in candidates
         ]
         return cls(
@@ -79,6 +83,7 @@ class Traits:
             np.array([float(row.payload_bytes(layer)) for row in candidates]),
             np.array([not row.compressor.biased for row in candidates]),
             np.array(densities),
+            np.array([row.compressor.projects for row in candidates]),
         )
 
 
@@ -685,6 +690,7 @@ class Sampler:
             payloads=tuple(row.payloads(part) for row, part in pairs),
             unbiased=tuple(row.traits.unbiased for row in rows),
             densities=tuple(row.traits.densities for row in rows),
+            projected=tuple(row.traits.projected for row in rows),
         )
 
     # --- state ------------------------------------------------------------------------------------

@@ -142,4 +142,5 @@ def _signals(state: Mapping[str, Any]) -> GradientSignals:
         rows("payloads"),
         tuple(np.array(row, np.bool_) for row in state["unbiased"]),
         rows("densities"),
+        tuple(np.array(row, np.bool_) for row in state["projected"]),
     )

@@ -262,6 +262,8 @@ class Compressor(ABC):
     payload_kind: ClassVar[PayloadKind]
     selects: ClassVar[bool] = False
     """True if a payload holds some of the elements and leaves the others as they are."""
+    projects: ClassVar[bool] = False
+    """True if a payload holds some of the dimensions, and error feedback the others."""
     whole_model: ClassVar[bool] = False
     """True if all layers are compressed together, whatever a bucket's size."""
 

@@ -79,6 +79,7 @@ class PowerSGD(LinearCompressor):
     name = "powersgd"
     payload_kind = PayloadKind.SUMMABLE
     biased = True
+    projects = True
     wire_dtype = torch.float32
 
     def __post_init__(self) -> None:

@@ -59,8 +59,9 @@ class GradientSignals:
         specs: the compressor of every candidate, as text.
         payloads: ``float64[C_l]`` per layer: bytes that one rank sends.
         unbiased: ``bool[C_l]`` per layer: whether a candidate adds noise; else it withholds.
-        densities: ``float64[C_l]`` per layer: share of the elements that a candidate selects; 1 where
-            all are sent, as well as they can be.
+        densities: ``float64[C_l]`` per layer: share of the elements, or of the dimensions, that a
+            candidate sends; 1 where all are sent, as well as they can be.
+        projected: ``bool[C_l]`` per layer: whether it is a share of the dimensions.
     """
 
     energy: Float64s
@@ -72,6 +73,7 @@ class GradientSignals:
     payloads: tuple[Float64s, ...]
     unbiased: tuple[npt.NDArray[np.bool_], ...]
     densities: tuple[Float64s, ...]
+    projected: tuple[npt.NDArray[np.bool_], ...]
 
     def at(self, ranks: int, others: int) -> GradientSignals:
         """The same gradients with another number of ranks: their mean has more noise, or less.

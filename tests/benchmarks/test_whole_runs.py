@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.accuracy.long_runs import AUTO, WIDER
 from benchmarks.network import whole_runs
-from hvd_adaptive.adaptation.automatic import FAMILIES, expand
 from launch.training import options as command_line
 
 
@@ -60,17 +58,6 @@ def test_every_method_trains_the_same_model_from_the_same_seed() -> None:
             for method in whole_runs.ROUTES
         ]
         assert len({(one.model, one.width, one.batch_size, one.lr, one.seed) for one in each}) == 1
-        stock, auto, topk, *_, wider = each
+        stock, auto, topk, *_ = each
         assert (stock.distributed, auto.distributed) == ("horovod", "adaptive")
-        assert (auto.dense_steps, topk.dense_steps, wider.dense_steps) == (0, 100, 0)
-
-
-def test_the_wider_choice_has_what_auto_has_and_one_more() -> None:
-    usual = command_line.parse(whole_runs.arguments("mlp", AUTO, 2000))
-    words = whole_runs.arguments("mlp", WIDER, 2000)
-    wider = command_line.parse(words)
-    own = expand(usual.compression, usual.planner, (), usual.scheme, "allgather")
-    assert words[words.index("--compression") + 1] == own.compression
-    assert wider.scheme == own.scheme == "auto"
-    named = [words[i + 1] for i, word in enumerate(words) if word == "--candidate"]
-    assert named == [*FAMILIES, "powersgd:rank=4"]
+        assert (auto.dense_steps, topk.dense_steps) == (0, 100)

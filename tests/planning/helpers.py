@@ -132,6 +132,7 @@ def with_signals(step: int, table: CandidateTable) -> PlanningInput:
         payloads=table.sizes,
         unbiased=tuple(np.arange(count) == 0 for count in counts),
         densities=tuple(1 / np.maximum(row, 1.0) for row in table.factors),
+        projected=tuple(np.zeros(count, np.bool_) for count in counts),
     )
     # its errors are those of half precision
     errors = tuple(np.where(np.arange(len(row)) == 0, 0.0, row) for row in table.errors)

@@ -371,12 +371,13 @@ class AutoBudget(Budget):
         if self._levels is None or self._since is None:
             return self._factors
         chosen = [*enumerate(self._levels.tolist())]
-        density, errors = (
+        density, errors, projected = (
             np.array([rows[layer][index] for layer, index in chosen])
-            for rows in (signals.densities, table.errors)
+            for rows in (signals.densities, table.errors, signals.projected)
         )
         expected = withheld_at_first(density, signals.energy, errors)
-        for layer in np.flatnonzero((self._since >= 0) & np.isfinite(expected) & (expected >= 1)):
+        tells = (self._since >= 0) & np.isfinite(expected) & (expected >= 1) & ~projected
+        for layer in np.flatnonzero(tells):
             found = float(np.clip(seen[layer] / expected[layer], *FACTORS))
             filled = step - self._since[layer] >= max(expected[layer], FILLING)
             known = self._factors[int(density[layer] < 1)]

@@ -63,7 +63,8 @@ def losses_of(
         costs: say which compressors are dense.
         metric: what counts across layers: see :func:`~.gradient_signals.metric_weights`.
         factors: ``float64[2, L]``: steps withheld, of those that :func:`withheld_at_first` says: by
-            candidates that send all elements, and by those that select some.
+            candidates that round all elements, and by those that select some. Low rank has none: what
+            it withholds has little energy, and may be most of what a layer learns by.
         delay: steps that may be withheld.
         share: of the gradient's own noise that may be added.
         ranks: how many there are.
@@ -76,13 +77,14 @@ def losses_of(
     # most layers have the same candidates, and are looked at together
     for specs, layers in _alike(signals.specs):
         dense = np.array([costs.compressors[spec].dense for spec in specs])
-        errors, density, unbiased = (
+        errors, density, projected, unbiased = (
             np.array([rows[layer] for layer in layers])
-            for rows in (table.errors, signals.densities, signals.unbiased)
+            for rows in (table.errors, signals.densities, signals.projected, signals.unbiased)
         )
         energy, nonzero = signals.energy[layers, None], signals.nonzero[layers, None]
         unbiased = unbiased & ~dense
         factor = np.where(density < 1, factors[1, layers, None], factors[0, layers, None])
+        factor = np.where(projected, 1.0, factor)
         withheld = factor * withheld_at_first(density, energy, errors)
         loudness = np.where(unbiased, errors, 0.0)
         if metric == "relative":
@@ -115,11 +117,11 @@ def _alike(specs: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], 
 def withheld_at_first(density: Float64s, energy: Float64s, errors: Float64s) -> Float64s:
     """Steps that candidates withhold, as far as can be said before they were observed.
 
-    One over the density where elements are selected; where all are sent, rounded or in few dimensions,
-    one over the share of the energy that is sent, of which the rest waits one step more, and so on.
+    One over the density where elements or dimensions are selected; where all are sent, rounded, one
+    over the share of the energy that is sent, of which the rest waits one step more, and so on.
 
     Args:
-        density: of the elements that are selected, 1 where all are sent.
+        density: of what is selected, 1 where all elements are sent.
         energy: squared norms of the gradients.
         errors: of what is sent of them.
 
