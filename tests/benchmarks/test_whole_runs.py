@@ -45,6 +45,8 @@ def test_slow_runs_and_runs_below_the_target_miss_it() -> None:
         left,
     ]
     assert whole_runs.missed(far) == ["mlp: auto is not at the target", left]
+    longer = cases(run((18, 0.9), (103, 0.9)))
+    assert whole_runs.missed(longer) == ["mlp: auto's run takes 1.03 of stock fp16, target 1.02", left]
     assert whole_runs.against_best(far) == "mlp does not reach it"
     del far["mlp"]["auto"]
     assert whole_runs.against_best(far) == "mlp was not trained by its limits of today"
