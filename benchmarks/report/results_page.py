@@ -27,10 +27,10 @@ edit. How each figure is measured is in the script that its section names."""
 ANSWERS = (
     "auto, dense and fixed choices",
     "Steps: lstm",
-    "Training runs: lstm",
+    "Time to the target of dense training",
     "Dense, one level for all layers, and planners",
     "One epoch with each compressor",
-    "allgather, two_shot and auto",
+    "Quantizers of 3 bits",
     "Steps",
     "Positions of sparse payloads",
     "Knapsacks",

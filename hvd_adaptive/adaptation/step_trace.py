@@ -16,7 +16,7 @@ from hvd_adaptive.planning.gradient_signals import GradientSignals
 
 __all__ = ["StepTrace"]
 
-VERSION = 1
+VERSION = 2
 _TEXTS = ("labels", "specs")
 """Rows of text, which are the same for many layers."""
 
