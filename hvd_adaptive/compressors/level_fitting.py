@@ -338,7 +338,9 @@ class LearnedLevels(Learner):
         block: elements that share a norm.
         norm: ``l2`` or ``max``. With ``l2`` nearly all r are far below 1, the level that is 1 is
             never used, and levels are missing where r is.
-        updates: steps to learn at, rising; the last one's multiples follow. Empty: never.
+        updates: steps to learn at, rising; the last one's multiples follow. Empty: never. The paper has
+            no step before 100; by the levels to start from, with L2 norms, AMQ adds many times a
+            gradient's variance, and an MLP diverged until then (benchmarks/accuracy/three_bits.py).
         start: the levels before anything was learned; AMQ's are always exponential.
         method: ``cd``, coordinate descent, or ``gd``, gradient descent, for ``alq``; ``amq`` has one
             number to move.

@@ -722,9 +722,7 @@ class OneBit(_Signs):
 class _Learned(_Random):
     """Members whose levels follow the gradients: they are sent with every body, 4 bytes per magnitude.
 
-    Options: see :class:`ALQ`. They learn after the first step, too, before the paper's steps 100 and
-    2,000: by the levels to start from, with L2 norms, AMQ adds many times a gradient's variance, and an
-    MLP diverged before step 100 (benchmarks/accuracy/three_bits.py).
+    Options: see :class:`ALQ`.
     """
 
     bits: int = 3

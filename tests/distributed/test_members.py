@@ -61,8 +61,9 @@ SPECS = {
     "terngrad": "terngrad",
     "signsgd": "signsgd",
     "onebit": "onebit",
-    "alq": "alq:bits=3",
-    "amq": "amq:bits=3",
+    # what they learn has a test of its own
+    "alq": "alq:bits=3,updates=100",
+    "amq": "amq:bits=3,updates=100",
     "correlated": "qsgd:bits=3,correlated=true",
     "rotated": "qsgdinf:bits=4,correlated=true,rotate=hadamard",
 }
