@@ -32,7 +32,7 @@ from benchmarks.accuracy.seeds import (
     all_bytes,
     by_seed,
     half_interval,
-    losses,
+    lost,
     pairs_of,
     recorded,
 )
@@ -237,7 +237,7 @@ def outcomes(cases: Mapping[str, Any]) -> dict[tuple[str, str], Outcome]:
             found[setup, method] = Outcome(
                 statistics.mean(run["score"][metric] for _, run in pairs),
                 perplexity,
-                tuple(losses(cases, setup, method)),
+                tuple(lost(run, reference) for reference, run in pairs),
                 full / own,
                 _times_fewer(beside),
                 _times_fewer(beside, kind),

@@ -13,7 +13,7 @@ alike. They and QSGD divide a block by its L2 norm, QSGDinf and TernGrad by its 
 *alq max*, which else is *alq at once* and this library's default for ALQ. Models train with the
 gradients of 4 virtual ranks (virtual_training.py), from the same seeds and data by every method. A
 second grid has other bits and blocks, on one seed. Nothing was tuned but that levels are learned at
-once: by the papers' updates AMQ diverged on the first seed.
+once: by the paper's updates AMQ diverged on the first seed.
 """
 
 from __future__ import annotations

@@ -22,13 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.long_runs import (
-    AUTO,
-    RATE_FLOOR,
-    SETUPS,
-    dense_steps,
-    method_of,
-)
+from benchmarks.accuracy.long_runs import AUTO, RATE_FLOOR, SETUPS, dense_steps, method_of
 from benchmarks.harness import command_line, lab
 from benchmarks.network.training_tables import first_of, number, reaches
 

@@ -59,7 +59,7 @@ class World:
     times: list[float] = field(default_factory=list)
     """As they would be on a machine of the same speed at all times."""
     projects: bool = False
-    """Whether topk stands for low rank: few dimensions are sent, which have nearly all energy."""
+    """Whether topk stands for low rank: a share of the dimensions is sent, and not of the elements."""
     held: float = 1.0
     """What residuals hold, of what they should."""
     compressed: list[bool] = field(default_factory=list)
