@@ -11,7 +11,14 @@ import torch
 from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
-from hvd_adaptive.comm.link_costs import CARRIED, LEAST_BYTE, LinkCosts, operation_seconds
+from hvd_adaptive.comm.link_costs import (
+    CARRIED,
+    LARGE_REPEATS,
+    LEAST_BYTE,
+    SMALL_REPEATS,
+    LinkCosts,
+    operation_seconds,
+)
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.compressors import CastCompressor, Compressor
 from hvd_adaptive.compressors.base import GatheredCompressor, LayerContext
@@ -55,7 +62,7 @@ class CostMeasurement:
     def __call__(self, compressors: Sequence[Compressor], again: bool) -> MeasuredCosts:
         """Measure; all ranks call it at the same time.
 
-        Cost: some operations with 512 KiB on each link, and 50 ms for each compressor.
+        Cost: a dozen operations with 512 KiB on each link, and 50 ms for each compressor.
 
         Args:
             compressors: in the order in which they were named.
@@ -100,20 +107,20 @@ class CostMeasurement:
             return dict.fromkeys(dtypes, SumCosts.of_ring(self._link))
         of_byte = planned_link_bytes(1.0, "allreduce", self._known.transport.size)
         large = CARRIED / max(of_byte, 1.0)
-        small = min((self._sum_seconds(each, SMALL) for each in dtypes), default=0.0)
+        small = min((self._sum_seconds(each, SMALL, SMALL_REPEATS) for each in dtypes), default=0.0)
         found = {}
         for dtype in dtypes:
             count = int(large / dtype.itemsize)
             carried = (count - SMALL) * dtype.itemsize * of_byte
-            byte = (self._sum_seconds(dtype, count) - small) / carried
+            byte = (self._sum_seconds(dtype, count, LARGE_REPEATS) - small) / carried
             found[dtype] = SumCosts(small, max(LEAST_BYTE, byte))
         return found
 
-    def _sum_seconds(self, dtype: torch.dtype, count: int) -> float:
+    def _sum_seconds(self, dtype: torch.dtype, count: int, repeats: int) -> float:
         """Of an allreduce of so many elements."""
         request = Request("allreduce", torch.zeros(count, dtype=dtype))
         name = f"{self._known.prefix}.sums.{dtype}.{count}"
-        return operation_seconds(self._known.transport, name, request)
+        return operation_seconds(self._known.transport, name, request, repeats)
 
 
 def _summed_as(compressor: Compressor) -> torch.dtype | None:

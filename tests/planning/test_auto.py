@@ -439,6 +439,13 @@ def test_it_returns_to_dense_where_compression_turns_out_slower_than_foreseen() 
     assert any("dense ones right after them" in reason for reason in said)
 
 
+def test_compressed_steps_slower_than_dense_ones_are_compared_and_the_network_left_alone() -> None:
+    """Dense steps cost nothing, where measuring the network takes as long as many of them."""
+    world = World(mbit=500.0, slowness=2.5).run(1500)
+    assert changes_of_mind(world) > 0
+    assert not any(each.report["measure_again"] for each in world.decisions)
+
+
 def changes_of_mind(world: World) -> int:
     """Between compressing and not."""
     return int(np.count_nonzero(np.diff(np.array(world.compressed, dtype=int))))

@@ -230,15 +230,21 @@ class AutoBudget(Budget):
             self._compare(self._score.early, FAR_SLOWER)
 
     def _judge(self) -> None:
-        """A window of steps is complete."""
+        """A window of steps is complete.
+
+        Where compressed steps look slower than dense ones, these tell all that measuring the network
+        again would, and cost nothing.
+        """
         score = self._score
         if score.expected is None or score.median is None:
+            return
+        if self._compresses and score.windows >= 2:
+            self._compare(score.median, SLOWER)
+        if self._control.on:
             return
         self._again.judge(score, self._step)
         if self._again.wanted:
             self._dense.keep_last(score.window)
-        if self._compresses and score.windows >= 2:
-            self._compare(score.median, SLOWER)
 
     def _compare(self, seconds: float, share: float) -> None:
         """Have dense steps follow, if compressed ones take longer than these did."""
@@ -267,7 +273,8 @@ class AutoBudget(Budget):
             raise ValueError("auto needs PlanningInput(..., signals=..., costs=...)")
         signals, costs = facts.signals, facts.costs
         score = self._score
-        self._again.join(score, facts.step)
+        if not self._control.on:
+            self._again.join(score, facts.step)
         if self._again.wanted and score.median is not None and score.expected is not None:
             self._notes = [
                 f"a step took {in_ms(score.median)}, {in_ms(score.expected)} were foreseen: off by "
