@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 
 from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.comm.simulated_network import arrival, sine_squared
 from hvd_adaptive.planning.allocators import Uniform
 from hvd_adaptive.planning.knapsack import Infeasible
 from hvd_adaptive.planning.table import CandidateTable, Limits
@@ -64,15 +65,11 @@ class Pattern:
 
     def rate(self, now: float) -> float:
         """Bytes per second at a time."""
-        return self.low + (self.high - self.low) * math.sin(math.pi * now / self.period) ** 2
+        return sine_squared(self.low, self.high, self.period)(now)
 
     def sent(self, nbytes: float, now: float) -> float:
         """When that many bytes are through."""
-        while nbytes > 1e-6:
-            span = min(0.01, nbytes / self.rate(now))
-            nbytes -= span * self.rate(now + span / 2)
-            now += span
-        return now
+        return arrival(nbytes, now, self.rate)
 
 
 PATTERNS = {

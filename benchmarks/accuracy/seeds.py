@@ -24,6 +24,8 @@ Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 def recorded(words: Sequence[str], steps: int) -> dict[str, Any]:
     """One training: its score, its losses, and the bytes that a rank sends, as they change.
 
+    Of one on a simulated network also seconds of steps, and the bytes on a link in all.
+
     Args:
         words: arguments of virtual_training.py.
         steps: that it takes.
@@ -31,12 +33,21 @@ def recorded(words: Sequence[str], steps: int) -> dict[str, Any]:
     from benchmarks.accuracy import virtual_training  # needs Horovod, which tables do not
 
     run = virtual_training.apart([*words, "--steps", str(steps)])
-    losses, payloads = run["losses"], run["payload_bytes"]
-    means = [
-        float(f"{statistics.mean(losses[at : at + MEAN_OF]):.4g}")
-        for at in range(0, len(losses), MEAN_OF)
-    ]
-    return {"score": run["score"], "losses": means, "bytes": changes(payloads), "steps": steps}
+    found = {
+        "score": run["score"],
+        "losses": _means(run["losses"]),
+        "bytes": changes(run["payload_bytes"]),
+        "steps": steps,
+    }
+    if "seconds" in run:
+        found |= {"seconds": _means(run["seconds"]), "traffic": sum(run["traffic_bytes"])}
+    return found
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    """Of some steps each."""
+    parts = (values[at : at + MEAN_OF] for at in range(0, len(values), MEAN_OF))
+    return [float(f"{statistics.mean(each):.4g}") for each in parts]
 
 
 def changes(values: Sequence[float]) -> list[list[float]]:

@@ -4,9 +4,10 @@
         --preset resnet-fashion --compression topk:density=0.01 [train.py's options]
 
 One model, N gradients in each step, reduced to the bit as N real ranks would. A step takes N forward
-and backward passes on one core; its time on a network is measured elsewhere. Shows the training loss
-and, at the end, the score on held-out data; with --out both go into a JSON file, with the planned
-payload of every step.
+and backward passes on one core; its time on a network is measured elsewhere, or simulated: with
+--swing, planners see the seconds of links whose rate is a squared sine, with noise. Shows the training
+loss and, at the end, the score on held-out data; with --out both go into a JSON file, with the planned
+payload of every step, and its seconds and bytes on the simulated links.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 import hvd_adaptive as hva
@@ -29,7 +31,8 @@ from benchmarks.harness import lab
 from benchmarks.report import report
 from benchmarks.workers.presets import Batch, Preset, prepare
 from hvd_adaptive import VirtualRanks
-from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.link_costs import TCP_SHARE, LinkCosts
+from hvd_adaptive.comm.simulated_network import SimulatedNetwork, sine_squared
 
 SHOW_EVERY = 50
 
@@ -44,16 +47,43 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--steps", type=int, required=True, help="how many steps to train")
     add("--mbit", type=float, default=1000.0, metavar="X",
         help="Mbit/s of the network that a planner counts on (%(default)s)")  # fmt: skip
+    add("--swing", type=float, nargs=3, metavar=("LOW", "HIGH", "PERIOD"),
+        help="simulate links that swing between two rates in Mbit/s, with a period in s")  # fmt: skip
+    add("--compute-seconds", type=float, default=0.1, metavar="X",
+        help="of forward and backward pass, where a planner counts on them (%(default)s)")  # fmt: skip
     add("--rate-floor", type=float, default=0.0, metavar="X",
         help="share of the highest learning rate at which its schedule ends (%(default)s)")  # fmt: skip
     add("--out", type=Path, help="a JSON file for the losses, the bytes and the score")
     return parser.parse_known_args(arguments)
 
 
+NOISE, HELD = 0.05, 0.1
+"""Standard deviation of a link's rate, as a share, and for how many seconds it stays."""
+
+
+def swinging(swing: Sequence[float], ranks: int) -> SimulatedNetwork:
+    """Links that follow one wave, each with noise of its own: what all exchange waits for the slowest.
+
+    Args:
+        swing: least and highest rate in Mbit/s, of which TCP gets 95 %, and the period in seconds.
+        ranks: each of which has a link.
+    """
+    low, high, period = swing
+    wave = sine_squared(TCP_SHARE * 1e6 / 8 * low, TCP_SHARE * 1e6 / 8 * high, period)
+    noise = np.random.default_rng(0).normal(1.0, NOISE, (4096, ranks)).min(axis=1).clip(0.1)
+    return SimulatedNetwork(lambda now: wave(now) * float(noise[int(now / HELD) % len(noise)]))
+
+
 def train(
-    preset: Preset, ranks: int, steps: int, mbit: float = 1000.0, floor: float = 0.0
+    preset: Preset,
+    ranks: int,
+    steps: int,
+    mbit: float = 1000.0,
+    floor: float = 0.0,
+    network: SimulatedNetwork | None = None,
+    compute_seconds: float = 0.1,
 ) -> dict[str, Any]:
-    """Train; the loss and the planned payload of every step, and the score."""
+    """Train; the loss and the planned payload of every step, what it took on a network, the score."""
     options = preset.options
     virtual = VirtualRanks(
         ranks,
@@ -67,23 +97,29 @@ def train(
         seed=options.seed,
         param_groups=lambda: preset.rule.param_groups,
         link=LinkCosts(2e-4, 2e-4, 8e-6 / mbit, 8e-6 / mbit),
+        network=network,
+        compute_seconds=compute_seconds,
         optimizer_state=lambda: preset.rule.state,
     )
     virtual.set_horizon(steps)
-    losses, payloads = [], []
+    losses, payloads, passed = [], [], [(0.0, 0.0)]
     batches = preset.forever_of_all(ranks)
     started = time.perf_counter()
     for step in range(steps):
         preset.set_rate(step, steps, ranks, floor)
         losses.append(one_step(preset, virtual, next(batches)))
         payloads.append(virtual.plan.wire_bytes)
+        if network is not None:
+            passed.append((network.now(), network.carried))
         if step % SHOW_EVERY == SHOW_EVERY - 1 or step == steps - 1:
             seconds = (time.perf_counter() - started) / (step + 1)
             mean = sum(losses[-SHOW_EVERY:]) / len(losses[-SHOW_EVERY:])
             print(f"step {step + 1:>6,}  loss {mean:.4f}  {seconds:.3f} s per step", flush=True)
             for reason in virtual.plan.reasons[:3]:
                 print(f"    {reason}")
-    return {"losses": losses, "payload_bytes": payloads, "score": preset.score()}
+    found = {"losses": losses, "payload_bytes": payloads, "score": preset.score()}
+    seconds, traffic = np.diff(passed, axis=0).T.tolist()
+    return found | ({} if network is None else {"seconds": seconds, "traffic_bytes": traffic})
 
 
 def apart(arguments: Sequence[str]) -> dict[str, Any]:
@@ -120,6 +156,9 @@ def main(arguments: list[str]) -> int:
     if own.virtual_ranks < 1 or own.steps < 1:
         print("--virtual-ranks and --steps must be at least 1", file=sys.stderr)
         return 2
+    if own.swing and min(own.swing) <= 0:
+        print("--swing: write rates in Mbit/s and a period in seconds above 0", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)  # runs may train side by side
     hva.init()
     if hvd.size() > 1:
@@ -127,7 +166,16 @@ def main(arguments: list[str]) -> int:
         return 2
     torch.manual_seed(0)
     preset = prepare(others)
-    figures = train(preset, own.virtual_ranks, own.steps, own.mbit, own.rate_floor)
+    network = swinging(own.swing, own.virtual_ranks) if own.swing else None
+    figures = train(
+        preset,
+        own.virtual_ranks,
+        own.steps,
+        own.mbit,
+        own.rate_floor,
+        network,
+        own.compute_seconds,
+    )
     score = ", ".join(f"{key} {value:.4f}" for key, value in figures["score"].items())
     print(f"held out: {score}")
     if own.out is not None:

@@ -128,6 +128,47 @@ def three_bits() -> str:
     )
 
 
+def kimad_tables() -> str:
+    """Kimad's tables 1 and 2."""
+    from benchmarks.accuracy.kimad_tables import (
+        CASES,
+        HIGH,
+        LOW,
+        STEPS,
+        of_times,
+        of_workers,
+        ratio,
+        rows,
+        worker_rows,
+    )
+    from benchmarks.accuracy.seeds import lost
+
+    figures = load("kimad_tables")
+    cases = figures["cases"]
+    ratios = [ratio(case) for _, case in of_times(cases)]
+    less = [100 * lost(case["kimad"], case["ef21"]) for _, case in of_workers(cases)]
+    return section(
+        "Kimad's tables 1 and 2",
+        f"Virtual ranks on simulated links that swing from {LOW:g} to {HIGH:g} Mbit/s, top-k with EF21 "
+        f"in both directions, {STEPS:,} steps of which 5 % are dense. `ef21` at one density sends as "
+        f"many bytes as `kimad` did. {len(cases)} of {len(CASES)} cases were made. "
+        f"{source('kimad_tables', figures)}",
+        (
+            "Seconds of a step at equal bytes",
+            "How much faster is Kimad than EF21 where rates vary, as in Kimad's table 1?",
+            f"Its step takes {span(ratios, '.2f')} of EF21's (paper: 0.79 to 0.80).",
+            of_rows(rows(cases)),
+        ),
+        (
+            "Accuracy by number of workers",
+            "Does Kimad keep EF21's accuracy at any number of workers, as in its table 2?",
+            f"It loses {span(less, '+.2f')} pp against EF21 (paper: -0.16 to +0.49, top-5 accuracy).",
+            of_rows(worker_rows(cases)),
+        ),
+        end=missed(figures),
+    )
+
+
 def static_factors() -> str:
     """GraVAC's table 2."""
     from benchmarks.accuracy.seeds import losses

@@ -34,6 +34,7 @@ from benchmarks.report.results_markdown import (
 from benchmarks.report.results_planners import (
     bucket_times,
     gravac_search,
+    kimad_tables,
     multi_level,
     static_factors,
     three_bits,
@@ -850,6 +851,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bucket_times": bucket_times,
     "planning_cost": planning_cost,
     "bandwidth_trace": bandwidth,
+    "kimad_tables": kimad_tables,
     "adaptive": adaptive,
     "soak": soak,
 }

@@ -23,7 +23,8 @@ from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.link_costs import LinkCosts
-from hvd_adaptive.comm.request import AVERAGE, Request
+from hvd_adaptive.comm.request import AVERAGE, Request, nbytes_of
+from hvd_adaptive.comm.simulated_network import SimulatedNetwork
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.comm.transport import Transport, assembled, scaled
 
@@ -45,6 +46,8 @@ class _Collective:
     ranks: Ranks
     contributions: dict[int, Any] = field(default_factory=dict)
     results: Sequence[Any] | None = None
+    carried: bool = False
+    """Whether its time on the network has passed."""
 
 
 @dataclass
@@ -73,9 +76,11 @@ class LocalGroup:
         size: number of ranks.
         topology: which of them share a virtual node; None gives each a node of its own.
         link: what the network is assumed to cost; None is an Ethernet of 1 Gbit/s.
+        network: whose clock goes on by what collectives on tensors take; None where no time passes.
 
     Raises:
-        ValueError: ``size`` is not positive, or the topology is of another number of ranks.
+        ValueError: ``size`` is not positive, or the topology is of another number of ranks, or of nodes
+            with several where a network is simulated, whose links ranks do not share.
 
     Example:
         >>> def work(rank):
@@ -85,15 +90,25 @@ class LocalGroup:
     """
 
     def __init__(
-        self, size: int, topology: Topology | None = None, link: LinkCosts | None = None
+        self,
+        size: int,
+        topology: Topology | None = None,
+        link: LinkCosts | None = None,
+        network: SimulatedNetwork | None = None,
     ) -> None:
         self.link = link or LinkCosts.of_gigabit()
+        self.network = network
         if size < 1:
             raise ValueError(f"a group has at least one rank, got {size}")
         self.size = size
         self.topology = topology or Topology.flat(size)
         if self.topology.size != size:
             raise ValueError(f"a topology of {self.topology.size} ranks for a group of {size}")
+        if network is not None and self.topology.ranks_per_node > 1:
+            raise ValueError(
+                "a simulated network has a link for each rank, not one for "
+                f"{self.topology.ranks_per_node}: leave ranks_per_node out"
+            )
         self._everyone: Ranks = tuple(range(size))
         self._open: dict[tuple[Ranks, int], _Collective] = {}
         self._members: list[_Member] = []
@@ -285,7 +300,18 @@ class LocalTransport(Transport):
             "sparse": self._sparse,
         }[request.operation]
         contribution = request.tensor if request.splits is None else request
-        return self._rank.start(name, contribution, combine, self.members(request.group))
+        group, members = self._rank.group, self.members(request.group)
+        collective = group.start(self.rank, name, contribution, combine, members)
+        return lambda: self._finish(collective, request)
+
+    def _finish(self, collective: _Collective, request: Request) -> Tensor:
+        """The result; for the first rank that has it, the network's time passes."""
+        group = self._rank.group
+        result: Tensor = group.wait(self.rank, collective)
+        if group.network is not None and not collective.carried:
+            collective.carried = True
+            group.network.carry(self.traffic(request, nbytes_of(result)))
+        return result
 
     def _allreduce(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Into all tensors, in their own dtype."""

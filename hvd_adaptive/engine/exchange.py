@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -48,16 +48,24 @@ class Exchange:
         prefix: of the operations' names; the same on all ranks, and of this optimizer alone.
         seed: of random rounding and selection; the same on all ranks.
         rank: of this process.
+        clock: seconds, by which operations are timed.
     """
 
     def __init__(
-        self, transport: Transport, meter: Meter, prefix: str, seed: int = 0, rank: int = 0
+        self,
+        transport: Transport,
+        meter: Meter,
+        prefix: str,
+        seed: int = 0,
+        rank: int = 0,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.transport = transport
         self.meter = meter
         self.prefix = prefix
         self.seed = seed
         self.rank = rank
+        self._clock = clock
         self.step = 0
         """Number of the running step, the same on all ranks."""
         self.codec_states = CodecStates()
@@ -152,12 +160,12 @@ class Exchange:
                 for a bucket of a sparse layer.
         """
         self._advance()
-        started = perf_counter()
+        started = self._clock()
         io = self._io(bucket)
         steps = scheme_named(bucket.scheme).run(bucket, grads, io)
         with labeled("compress"):
             request = next(steps)
-        done = perf_counter()
+        done = self._clock()
         self.meter.bucket(bucket.index, compress=done - started, dense=io.buffers.dense_bytes)
         if self.meter.trace is not None:
             self.meter.trace.span("compress", started, done, bucket=bucket.index)
@@ -224,17 +232,17 @@ class Exchange:
 
     def _go_on(self, ended: _InFlight) -> None:
         """Wait for an operation, and do what follows it."""
-        waiting = perf_counter()
+        waiting = self._clock()
         with labeled("wait"):
             reply = self.transport.wait(ended.handle)
-        done = perf_counter()
+        done = self._clock()
         more: Request | None
         try:
             with labeled("decompress"):
                 more = ended.steps.send(reply)
         except StopIteration:
             more = None
-        decompressed = perf_counter()
+        decompressed = self._clock()
         carried = self.transport.traffic(ended.request, nbytes_of(reply))
         traffic, node = (0, carried) if ended.request.group == "node" else (carried, 0)
         index, exposed = ended.bucket.index, done - waiting
@@ -274,7 +282,7 @@ class Exchange:
         return self.transport.wait(self.transport.submit(request, f"{self.prefix}.reduce", self.step))
 
     def _submit(self, bucket: Bucket, steps: Steps, request: Request, round_: int) -> None:
-        launched = perf_counter()  # before: it may go ahead at once
+        launched = self._clock()  # before: it may go ahead at once
         name = f"{self.prefix}.{bucket.index}.{round_}"
         handle = self.transport.submit(request, name, self.step)
         if request.group != "node":  # what stays there is dense, and not what compression is for

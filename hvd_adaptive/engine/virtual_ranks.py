@@ -19,6 +19,7 @@ from hvd_adaptive.comm.control_channel import ChannelControl
 from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank
 from hvd_adaptive.comm.request import AVERAGE
+from hvd_adaptive.comm.simulated_network import SimulatedNetwork
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.config import (
@@ -42,7 +43,7 @@ class VirtualRanks:
 
     Every rank has residuals and random numbers of its own, and all planners work; the model is there
     once. Results are those of real ranks to the bit (see :mod:`hvd_adaptive.comm.local_group`). What
-    planners learn of times is of this process, not of a network; of a step's seconds, by ``clock``.
+    planners learn of times is of this process, or of a ``network`` that is simulated.
 
     Memory: what feedback keeps, for each rank, and one gradient for each rank in a step.
 
@@ -63,9 +64,10 @@ class VirtualRanks:
         param_groups: the optimizer's parameter groups, whose learning rates count.
         ranks_per_node: how many ranks, one after the other, share a virtual node.
         link: what the network is assumed to cost; None is an Ethernet of 1 Gbit/s.
+        network: that collectives take their time on; None where planners time this process.
         compute_seconds: that forward and backward pass are assumed to take.
         optimizer_state: the optimizer's state of each parameter, whose second moments count.
-        clock: seconds by which planners time steps: of this process, or of a network that is assumed.
+        clock: seconds by which planners time steps, where no network has its own.
 
     Raises:
         ValueError: an argument is out of range, or a name is unknown.
@@ -97,12 +99,16 @@ class VirtualRanks:
         param_groups: Callable[[], list[dict[str, Any]]] = list,
         ranks_per_node: int = 1,
         link: LinkCosts | None = None,
+        network: SimulatedNetwork | None = None,
         compute_seconds: float = 0.1,
         optimizer_state: Callable[[], Mapping[Any, Any]] = dict,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
-        self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link)
+        self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link, network)
+        self._compute_seconds = compute_seconds
+        clock = clock if network is None else network.now
+        timer = perf_counter if network is None else network.now
         auto = expand(compression, planner, candidates, scheme, DEFAULT_SCHEME, param_groups())
         choice = replace(
             CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme), start=auto.start
@@ -118,7 +124,8 @@ class VirtualRanks:
         def build(rank: LocalRank) -> _Member:
             # a rank's gradients need parameters of their own, which share the model's memory
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
-            exchange = Exchange(rank.transport(op), Meter(clock=clock), "local", seed, rank.rank)
+            transport, meter = rank.transport(op), Meter(clock=clock)
+            exchange = Exchange(transport, meter, "local", seed, rank.rank, timer)
             control = rank.control("local.control")
             costs = KnownCosts(exchange.transport, control, "local.costs")
             controller: Controller = NullController()
@@ -178,6 +185,8 @@ class VirtualRanks:
                 parameter.grad = mine.get(name)
             member.reducer.synchronize()
 
+        if self.group.network is not None:
+            self.group.network.compute(self._compute_seconds)
         self.group.run(step)
         for (_, model), (_, own) in zip(self._named, self._members[0].parameters, strict=True):
             model.grad = own.grad

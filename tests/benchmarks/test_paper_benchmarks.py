@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import gravac_search, long_runs, seeds, static_factors, three_bits
+from benchmarks.accuracy import (
+    gravac_search,
+    kimad_tables,
+    long_runs,
+    seeds,
+    static_factors,
+    three_bits,
+)
 from benchmarks.harness import lab
 from benchmarks.micro import multi_level
 from benchmarks.network import bucket_times
@@ -201,6 +208,68 @@ def test_every_static_factor_is_one_that_train_py_knows(method: str) -> None:
     assert (options.planner is not None) == (method in static_factors.ADAPTIVE)
 
 
+# ----------------------------------------------------------------------------------- Kimad's tables
+
+
+def simulated(accuracy: float, seconds: float, traffic: float = 100.0) -> dict[str, Any]:
+    """One run: two blocks of dense steps, and what follows."""
+    blocks = [1.0, 1.0, *[seconds] * 26]
+    return {"score": {"accuracy": accuracy}, "seconds": blocks, "traffic": traffic, "losses": []}
+
+
+def swung(title: str, kimad: tuple[float, float], sent: float = 100.0) -> dict[str, Any]:
+    """A case whose EF21 has an accuracy of 80 % and steps of 40 ms."""
+    ef21 = simulated(0.80, 0.04, sent)
+    return {
+        title: {
+            "asked": 0.03,
+            "kimad": simulated(*kimad),
+            "kimad+": simulated(0.81, 0.03),
+            "ef21": ef21,
+        }
+    }
+
+
+SWUNG = swung("mlp 0.1 of dense 4 workers seed 1", (0.798, 0.03))
+
+
+def test_kimad_stands_beside_ef21_at_equal_bytes() -> None:
+    heading, row = kimad_tables.rows(SWUNG)
+    assert dict(zip(heading, row, strict=True)) == {
+        "model": "mlp",
+        "transfers, of dense": "10%",
+        "a step is to take": "30.0 ms",
+        "ef21": "40.0 ms",
+        "kimad": "30.0 ms",
+        "kimad+": "30.0 ms",
+        "kimad, of ef21": "0.75",
+        "in the paper": "0.79",
+        "MB of ef21, of kimad's": "1.00",
+        "accuracy": "80.00%, 79.80%, 81.00%",
+    }
+    *_, row = kimad_tables.worker_rows(SWUNG)
+    assert row == [
+        "mlp", 4, "80.00%", "79.80%", "81.00%", "-0.20 pp", "79.59 %", "79.75 %", "0.75",
+    ]  # fmt: skip
+    assert kimad_tables.missed(SWUNG) == [f"{len(kimad_tables.CASES) - 1} of 7 cases are missing"]
+
+
+def test_a_kimad_that_is_no_faster_or_less_accurate_misses_its_targets() -> None:
+    title = "mlp 0.5 of dense 4 workers seed 1"
+    slow, inaccurate, unequal, _ = kimad_tables.missed(swung(title, (0.78, 0.036), sent=90.0))
+    assert slow == f"{title}: kimad takes 0.90 of ef21, target 0.8"
+    assert inaccurate == f"{title}: kimad loses 2.00 pp, target 0.5"
+    assert unequal == f"{title}: ef21 sent 0.90 of kimad's bytes"
+
+
+def test_a_density_is_found_that_sends_so_many_bytes() -> None:
+    wanted = kimad_tables.link_bytes("mlp", 4, kimad_tables.TOPK.format(density=0.03))
+    assert kimad_tables.density_of("mlp", 4, wanted) == pytest.approx(0.03, rel=0.01)
+    assert kimad_tables.dense_seconds("mlp", 4) == pytest.approx(
+        1.5 * 4 * (784 * 256 + 256 * 256 + 256 * 10 + 522) / (0.95 * 180e6 / 8), rel=0.01
+    )
+
+
 # --------------------------------------------------------------------------------- L-GreCo's tables
 
 
@@ -323,6 +392,11 @@ def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
             results_planners.static_factors,
             {"cases": FACTORED},
             "mlp: 4.00 times fewer bytes than `topk 10x`, +0.30 pp lost against dense training. 3 of",
+        ),
+        (
+            results_planners.kimad_tables,
+            {"cases": SWUNG},
+            "Its step takes 0.75 of EF21's (paper: 0.79 to 0.80).",
         ),
         (
             results_planners.three_bits,

@@ -81,6 +81,19 @@ def test_directions_count_by_their_bytes() -> None:
     assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.5 / mean, rel=1e-6)
 
 
+def test_a_direction_that_has_just_appeared_costs_what_the_slowest_known_one_does() -> None:
+    """As when dense steps have ended, and sums are compressed for the first time."""
+    budget = Bandwidth(seconds=0.6, warmup=1, probe=0).budget()
+    for step in range(6):
+        transfers = [Transfer(nbytes, nbytes / 1e6) for nbytes in (1000 + step, 2000)]
+        budget.observe(StepMeasurements(step, compute_seconds=0.1, transfers=transfers))
+    assert budget.ready
+    both = [Transfer(2000, 0.002), Transfer(2000, 0.001, "down")]
+    budget.observe(StepMeasurements(6, compute_seconds=0.1, transfers=both))
+    assert not budget.ready, "it waits for a second sample, but a plan may be under way"
+    assert budget.allow(top_k_table()).max_bytes == pytest.approx(0.5e6, rel=0.01)
+
+
 def test_the_budget_follows_the_bandwidth() -> None:
     budget = Bandwidth(seconds=0.5, warmup=1, probe=0).budget()
     granted = []

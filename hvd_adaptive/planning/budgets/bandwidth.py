@@ -159,8 +159,11 @@ class BandwidthBudget(Budget):
         fixed, work = self._work()
         self._report = {"compute_seconds": fixed, "margin": self._margin}
         sent, each = {}, {}
+        known = {way: monitor.estimate() for way, monitor in self._monitors.items() if monitor.ready}
+        slowest = max(known.values(), key=lambda rate: rate.seconds_per_byte)
         for direction, monitor in sorted(self._monitors.items()):
-            rate = monitor.estimate()
+            # one that has just appeared, as sums that are compressed when dense steps have ended
+            rate = known.get(direction, slowest)
             fixed += self._count.get(direction, 0) * rate.latency
             # an error that is unknown counts as nothing
             error = rate.error if math.isfinite(rate.error) else 0.0
