@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compressors import Compression, PowerSGD, RandomK, horovod
+from hvd_adaptive.compressors import Compression, PowerSGD, RandomK, horovod, parse
 
 SHAPES = ((50, 40), (2000, 1), (64, 32), (40, 50), (7,), (3, 3))
 
@@ -162,3 +162,15 @@ def test_the_class_works_as_an_instance_with_its_defaults() -> None:
 def test_powersgd_says_why_it_cannot_be_summed_once(compressor: Any) -> None:
     with pytest.raises(TypeError, match=r"powersgd is reduced in several rounds.*use hvd_adaptive\."):
         compressor.compress(torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize("numel", [0, 1, (1 << 15) + 1, 100_000])
+def test_the_error_of_a_cast_is_that_of_its_remainder(name: str, numel: int) -> None:
+    """Also where several blocks are looked at, and where numbers become subnormal, or saturate."""
+    compressor = parse(name)
+    x = torch.logspace(-9, 5, numel) * torch.where(torch.arange(numel) % 3 == 0, -1.0, 1.0)
+    rest = x.clone()
+    compressor.compress_(rest, compressor.level)
+    [error] = compressor.errors(x, [compressor.level])
+    assert error == pytest.approx(float(rest.double().square().sum()), rel=1e-12)
