@@ -64,15 +64,13 @@ def automatic() -> str:
 
 def whole_runs() -> str:
     """Whole trainings in time, of auto and of methods that do the same in every step."""
-    from benchmarks.accuracy.long_runs import FAST
     from benchmarks.network.whole_runs import HOSTS, RATE, against_best, rows
 
     figures = load("whole_runs")
     return section(
         "Whole trainings on a slow network",
         f"Models, lengths and levels of the long runs below, trained on {HOSTS} hosts with links of "
-        f"{RATE}, all methods in turn within one job, from one seed; `{FAST}` is "
-        "`auto:accuracy=fast`. "
+        f"{RATE}, all methods in turn within one job, from one seed. "
         f"{source('whole_runs', figures)}",
         (
             "Time to the target of dense training",

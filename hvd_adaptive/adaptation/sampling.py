@@ -191,13 +191,20 @@ class LayerSamples:
     ) -> None:
         """Measure the errors of one tensor, and the bytes of what is compressed.
 
+        With signals it is the first tensor of a period whose errors are measured, which takes longer
+        than all else together; those of the others are taken to be as large a share of their energy.
+
         Args:
             tensor: the gradient, or ``x``.
             x: what is compressed.
             states: what compressors have learned, by their ``state_key``.
             moment: the layer's second moment, where preconditioned gradients are measured, too.
         """
-        self._measure_errors(tensor, states, moment)
+        known = float(self.sums[len(self.candidates)])
+        if self.signals and moment is None and known > 0:
+            self.sums[: len(self.candidates) + 1] *= 1 + float(tensor @ tensor) / known
+        else:
+            self._measure_errors(tensor, states, moment)
         self.samples += 1
         self.sample_sizes(x, states)
 

@@ -265,3 +265,26 @@ def test_ranges_that_hold_it_are_taken(recipe: str, spec: str) -> None:
 def test_a_controller_refuses_layers_whose_levels_do_not_reach() -> None:
     with pytest.raises(ValueError, match="the planner asks for a compression factor of 200000, but"):
         controllers("accordion:high=0.0001")
+
+
+def test_with_signals_errors_are_measured_once_a_period_and_follow_the_energy() -> None:
+    """Of the other samples the energy counts: what is lost is about as large a share of it."""
+    layer, own = LAYERS[0], parse("qsgdinf:bits=4")
+    row = LayerSamples.of(layer, own, "allgather", (), 1, signals=True)
+    count = len(row.candidates)
+    first, second = (gradient(layer, step) for step in (1, 2))
+    second *= 3.0
+
+    def measured(*samples: torch.Tensor) -> np.ndarray:
+        for step, x in enumerate(samples):
+            row.sample(x, x, {})
+            row.sample_signals(x, x, step, step)
+        return row.take({})
+
+    alone, other, both = measured(first), measured(second), measured(first, second)
+    energies = [float(x @ x) for x in (first, second)]
+    assert both[count] == pytest.approx(sum(energies) / 2)
+    assert both[:count] == pytest.approx(alone[:count] * sum(energies) / energies[0] / 2)
+    assert both[:count] == pytest.approx((alone[:count] + other[:count]) / 2, rel=0.1)
+    empty = torch.zeros_like(first)
+    assert measured(empty, first)[:count] == pytest.approx(alone[:count] / 2), "nothing to go by yet"
