@@ -38,7 +38,7 @@ from hvd_adaptive.planning import (
 from hvd_adaptive.planning.gradient_signals import GradientSignals
 
 SAMPLES = 4
-"""Steps of a period on which errors are measured; the first is soon after the last plan."""
+"""Steps of a period on which gradients are measured; the first is soon after the last plan."""
 LEAST_APART = 4
 """Steps from one of them to the next at least: a short period would measure every step."""
 SIGNALS = 1 + 2 * NUMBERS
