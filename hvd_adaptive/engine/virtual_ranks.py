@@ -107,12 +107,9 @@ class VirtualRanks:
         self._named: list[tuple[str, Parameter]] = list(named_parameters)
         self.group = LocalGroup(size, Topology.of_nodes(size, ranks_per_node), link, network)
         self._compute_seconds = compute_seconds
-        clock = clock if network is None else network.now
-        timer = perf_counter if network is None else network.now
         auto = expand(compression, planner, candidates, scheme, DEFAULT_SCHEME, param_groups())
-        choice = replace(
-            CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme), start=auto.start
-        )
+        given = CompressionConfig.of(auto.compression, overrides, feedback, auto.scheme)
+        choice = replace(given, start=auto.start)
         options = ReducerOptions(
             dense_steps=dense_steps if isinstance(dense_steps, int) else 0,
             lr_warmup=read_lr_warmup(dense_steps) if isinstance(dense_steps, str) else 0,
@@ -124,19 +121,23 @@ class VirtualRanks:
         def build(rank: LocalRank) -> _Member:
             # a rank's gradients need parameters of their own, which share the model's memory
             own = [(name, Parameter(p.detach(), p.requires_grad)) for name, p in self._named]
-            transport, meter = rank.transport(op), Meter(clock=clock)
-            exchange = Exchange(transport, meter, "local", seed, rank.rank, timer)
+            exchange = self._exchange(rank, op, seed, clock)
             control = rank.control("local.control")
             costs = KnownCosts(exchange.transport, control, "local.costs")
             controller: Controller = NullController()
             if options.planner is not None:
                 controller = AdaptationController(
-                    *(options.planner, rank.channel("local.plan"), exchange.meter),
-                    *(rank.rank, rank.size),
+                    *(
+                        options.planner,
+                        rank.channel("local.plan"),
+                        exchange.meter,
+                        rank.rank,
+                        rank.size,
+                    ),
                     options.candidates,
                     exchange.codec_states.by_key,
                     exchange.transport.topology.ranks_per_node,
-                    self._costs(costs, choice, options, compute_seconds),
+                    self._costs(costs, choice, options),
                 )
             messages = ChannelControl(control, lambda: rank.channel("local.messages"))
             parts = own, choice, options, control, exchange, True, controller, messages, costs
@@ -147,12 +148,15 @@ class VirtualRanks:
 
         self._members = self.group.run(build)
 
+    def _exchange(self, rank: LocalRank, op: int, seed: int, clock: Callable[[], float]) -> Exchange:
+        """What a rank sends with, timed on the network that is simulated, where there is one."""
+        network, timer = self.group.network, perf_counter
+        if network is not None:
+            clock = timer = network.now
+        return Exchange(rank.transport(op), Meter(clock=clock), "local", seed, rank.rank, timer)
+
     def _costs(
-        self,
-        known: KnownCosts,
-        choice: CompressionConfig,
-        options: ReducerOptions,
-        compute_seconds: float,
+        self, known: KnownCosts, choice: CompressionConfig, options: ReducerOptions
     ) -> CostMeasurement:
         """Of the compressors here, and of the network that is assumed."""
         return CostMeasurement(
@@ -160,7 +164,7 @@ class VirtualRanks:
             choice.scheme_texts,
             options.bucket_cap_bytes,
             self.group.link,
-            compute_seconds,
+            self._compute_seconds,
         )
 
     def reduce(self, gradients: Sequence[Mapping[str, Tensor | None]]) -> None:

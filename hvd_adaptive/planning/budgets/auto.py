@@ -230,11 +230,7 @@ class AutoBudget(Budget):
             self._compare(self._score.early, FAR_SLOWER)
 
     def _judge(self) -> None:
-        """A window of steps is complete.
-
-        Where compressed steps look slower than dense ones, these tell all that measuring the network
-        again would, and cost nothing.
-        """
+        """A window of steps is complete: dense steps tell what measuring would, and cost nothing."""
         score = self._score
         if score.expected is None or score.median is None:
             return
