@@ -126,19 +126,8 @@ class VirtualRanks:
             costs = KnownCosts(exchange.transport, control, "local.costs")
             controller: Controller = NullController()
             if options.planner is not None:
-                controller = AdaptationController(
-                    *(
-                        options.planner,
-                        rank.channel("local.plan"),
-                        exchange.meter,
-                        rank.rank,
-                        rank.size,
-                    ),
-                    options.candidates,
-                    exchange.codec_states.by_key,
-                    exchange.transport.topology.ranks_per_node,
-                    self._costs(costs, choice, options),
-                )
+                measured = self._costs(costs, choice, options)
+                controller = self._controller(rank, options.planner, options, exchange, measured)
             messages = ChannelControl(control, lambda: rank.channel("local.messages"))
             parts = own, choice, options, control, exchange, True, controller, messages, costs
             reducer = Reducer(*parts)
@@ -154,6 +143,27 @@ class VirtualRanks:
         if network is not None:
             clock = timer = network.now
         return Exchange(rank.transport(op), Meter(clock=clock), "local", seed, rank.rank, timer)
+
+    def _controller(
+        self,
+        rank: LocalRank,
+        planner: Recipe,
+        options: ReducerOptions,
+        exchange: Exchange,
+        costs: CostMeasurement,
+    ) -> Controller:
+        """What lets a planner choose a rank's levels."""
+        return AdaptationController(
+            planner,
+            rank.channel("local.plan"),
+            exchange.meter,
+            rank.rank,
+            rank.size,
+            options.candidates,
+            exchange.codec_states.by_key,
+            exchange.transport.topology.ranks_per_node,
+            costs,
+        )
 
     def _costs(
         self, known: KnownCosts, choice: CompressionConfig, options: ReducerOptions
