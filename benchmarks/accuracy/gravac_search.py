@@ -241,8 +241,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
         for title, case in cases.items()
         for fault in faults(case, recipe_of(CASES[title][1]))
     ]
-    left = len(CASES) - len(cases)
-    return problems + [f"{left} of {len(CASES)} runs are missing"] * (left > 0)
+    return problems + command_line.left_out(CASES, cases, "runs are missing")
 
 
 def main() -> int:

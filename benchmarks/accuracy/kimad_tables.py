@@ -19,6 +19,7 @@ chosen on seed 11 with 4 of them, of 0.04 and 0.08 and 0.2: at the highest, EF21
 from __future__ import annotations
 
 import functools
+import math
 import os
 import statistics
 import sys
@@ -29,11 +30,12 @@ from typing import Any
 from benchmarks.accuracy.long_runs import MLP
 from benchmarks.accuracy.seeds import lost, recorded
 from benchmarks.harness import command_line
+from benchmarks.network.bandwidth_trace import HIGH, LOW, TOPK, density_of
 
 STEPS, DENSE_SHARE = 1400, 0.05
 MODELS = {"mlp": (*MLP, "--lr", "0.04", "--lr-scaling", "none")}
-LOW, HIGH, PERIOD = 30.0, 330.0, 10.0
-"""Mbit/s, and seconds: some hundred steps."""
+PERIOD = 10.0
+"""Seconds: some hundred steps."""
 COMPUTE_SECONDS = 0.02
 SHARES = {0.5: (486.1, 385.2), 0.25: (360.6, 285.2), 0.1: (284.2, 225.2), 0.05: (258.0, 205.2)}
 """Of a dense step's communication at the mean rate; and seconds by EF21 and Kimad, table 1."""
@@ -50,7 +52,6 @@ CASES = {
     for model in MODELS
     for share, workers in [*((share, FEW) for share in SHARES), *((SHARE, each) for each in WORKERS)]
 }
-TOPK = "topk:density={density:.5g},values=fp32"
 PLANNER = "{method}:seconds={seconds:.5g},period=5,warmup=10,share=0"
 """``share=0`` keeps no part of the time free, as the paper."""
 FASTER, EQUAL, BYTES = 0.8, 0.005, 0.05
@@ -82,7 +83,7 @@ def train(title: str, steps: int) -> dict[str, Any]:
         found[method] = recorded([*words, *options], steps)
     dense = dense_steps * link_bytes(model, workers, "none")
     wanted = (found["kimad"]["traffic"] - dense) / max(1, steps - dense_steps)
-    density = density_of(model, workers, wanted)
+    density = density_of(wanted, functools.partial(topk_bytes, model, workers))
     found["ef21"] = recorded([*words, "--compression", TOPK.format(density=density)], steps)
     return found | {"density": density}
 
@@ -95,6 +96,11 @@ def link_bytes(model: str, workers: int, compression: str) -> float:
     parameters = _built(model).named_parameters()
     ranks = VirtualRanks(workers, parameters, compression, feedback="ef21", scheme="two_shot")
     return sum(planned_link_bytes(row.wire_bytes, row.scheme, workers) for row in ranks.plan.layers)
+
+
+def topk_bytes(model: str, workers: int, density: float) -> float:
+    """Of top-k at a density."""
+    return link_bytes(model, workers, TOPK.format(density=density))
 
 
 @functools.cache
@@ -114,23 +120,13 @@ def dense_seconds(model: str, workers: int) -> float:
     return link_bytes(model, workers, "none") * seconds_of_byte(1e6 * (LOW + HIGH) / 2)
 
 
-def density_of(model: str, workers: int, wanted: float) -> float:
-    """With which so many bytes are on a link in a step."""
-    low, high = 1e-4, 1.0
-    for _ in range(20):
-        middle = (low * high) ** 0.5
-        less = link_bytes(model, workers, TOPK.format(density=middle)) < wanted
-        low, high = (middle, high) if less else (low, middle)
-    return low
-
-
 # --- what it shows ------------------------------------------------------------------------------------
 
 
 def later_seconds(run: Mapping[str, Any]) -> float:
     """Mean seconds of a step after the dense ones, which are the same by all methods."""
     blocks = run["seconds"]
-    return float(statistics.mean(blocks[-(-len(blocks) * 5 // 100) :] or blocks))
+    return float(statistics.mean(blocks[math.ceil(DENSE_SHARE * len(blocks)) :] or blocks))
 
 
 def ratio(case: Mapping[str, Any]) -> float:
@@ -196,8 +192,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
         sent = case["ef21"]["traffic"] / case["kimad"]["traffic"]
         if abs(sent - 1) > BYTES:
             problems.append(f"{title}: ef21 sent {sent:.2f} of kimad's bytes")
-    left = len(CASES) - len(cases)
-    return problems + [f"{left} of {len(CASES)} cases are missing"] * (left > 0)
+    return problems + command_line.left_out(CASES, cases, "cases are missing")
 
 
 def main() -> int:

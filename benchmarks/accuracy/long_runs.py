@@ -300,8 +300,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
                 f"{setup}, {method}: {each.fewer:.2f} times fewer bytes than "
                 f"{METHODS[method].reference}, target {least:g}"
             )
-    left = len(CASES) - len(cases)
-    return problems + [f"{left} of {len(CASES)} runs are missing"] * (left > 0)
+    return problems + command_line.left_out(CASES, cases, "runs are missing")
 
 
 def main() -> int:

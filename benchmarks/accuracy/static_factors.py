@@ -103,8 +103,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
                 f"{model}: {GRAVAC} sends {fewer:.2f} times fewer bytes than {REFERENCE}, "
                 f"target {FEWER:g}"
             )
-    left = len(CASES) - len(cases)
-    return problems + [f"{left} of {len(CASES)} runs are missing"] * (left > 0)
+    return problems + command_line.left_out(CASES, cases, "runs are missing")
 
 
 def main() -> int:

@@ -146,8 +146,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
                 f"{model}: {pair[0]} loses {100 * learned:.2f} pp, target at most that of {pair[1]}, "
                 f"{100 * fixed:.2f}"
             )
-    left = len(CASES) - len(cases)
-    return problems + [f"{left} of {len(CASES)} runs are missing"] * (left > 0)
+    return problems + command_line.left_out(CASES, cases, "runs are missing")
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from benchmarks.harness import lab
 from benchmarks.report import report
 from benchmarks.workers.presets import Batch, Preset, prepare
 from hvd_adaptive import VirtualRanks
-from hvd_adaptive.comm.link_costs import TCP_SHARE, LinkCosts
+from hvd_adaptive.comm.link_costs import LinkCosts, seconds_of_byte
 from hvd_adaptive.comm.simulated_network import SimulatedNetwork, sine_squared
 
 SHOW_EVERY = 50
@@ -68,8 +68,9 @@ def swinging(swing: Sequence[float], ranks: int) -> SimulatedNetwork:
         swing: least and highest rate in Mbit/s, of which TCP gets 95 %, and the period in seconds.
         ranks: each of which has a link.
     """
-    low, high, period = swing
-    wave = sine_squared(TCP_SHARE * 1e6 / 8 * low, TCP_SHARE * 1e6 / 8 * high, period)
+    *rates, period = swing
+    low, high = (1 / seconds_of_byte(1e6 * each) for each in rates)
+    wave = sine_squared(low, high, period)
     noise = np.random.default_rng(0).normal(1.0, NOISE, (4096, ranks)).min(axis=1).clip(0.1)
     return SimulatedNetwork(lambda now: wave(now) * float(noise[int(now / HELD) % len(noise)]))
 

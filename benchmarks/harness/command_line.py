@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,17 @@ def side_by_side(
             yield running[done], done.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def left_out(points: Sized, found: Sized, words: str) -> list[str]:
+    """That some of the cases are not there, as one more target that is missed; empty if all are.
+
+    Example:
+        >>> left_out("abc", "a", "runs are missing"), left_out("abc", "abc", "runs are missing")
+        (['2 of 3 runs are missing'], [])
+    """
+    left = len(points) - len(found)
+    return [f"{left} of {len(points)} {words}"] if left > 0 else []
 
 
 def cases(

@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -196,12 +196,21 @@ def _rates_of(file: Path) -> list[tuple[float, float]]:
     return [(float(row["unix_time"]), float(row["bit_per_second"])) for row in rows]
 
 
-def density_of(traffic: float) -> float:
-    """The density at which all layers together put so many bytes on a rank's link in a step."""
+def density_of(traffic: float, traffic_at: Callable[[float], float]) -> float:
+    """The density at which all layers together put so many bytes on a rank's link in a step.
+
+    Args:
+        traffic: that many.
+        traffic_at: how many they are at a density.
+
+    Example:
+        >>> round(density_of(3.0, lambda density: 100 * density), 6)
+        0.03
+    """
     low, high = 1e-4, 1.0
     for _ in range(40):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if _traffic_at(middle) < traffic else (low, middle)
+        low, high = (middle, high) if traffic_at(middle) < traffic else (low, middle)
     return low
 
 
@@ -388,7 +397,7 @@ def measure_all(names: Sequence[str], points: dict[str, Any], out: Path | None, 
         for name in names:
             density = 0.03
             if name == "ef21":
-                density = density_of(points["kimad"]["traffic"])
+                density = density_of(points["kimad"]["traffic"], _traffic_at)
             started = time.monotonic()
             point = (
                 TracePoint("kimad:seconds=0.5,period=5,warmup=5", steps=40) if quick else POINTS[name]

@@ -187,8 +187,7 @@ def missed(cases: dict[str, Any]) -> list[str]:
             problems.append(f"{title}: lgreco-time has learned no times of buckets")
     if cases and min(sum(clearly(methods)) for methods in cases.values()) >= 1:
         problems.append("lgreco-time is faster than lgreco by two standard errors in no case")
-    left = len(CASES) - len(cases)
-    return problems + [f"{left} of {len(CASES)} cases were not measured"] * (left > 0)
+    return problems + command_line.left_out(CASES, cases, "cases were not measured")
 
 
 def main() -> int:

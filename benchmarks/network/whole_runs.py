@@ -125,8 +125,7 @@ def missed(cases: Mapping[str, Runs]) -> list[str]:
         of_fp16 = own / seconds_to_target(runs, FP16)
         if model in SLOW_MODELS and of_fp16 > OF_FP16:
             problems.append(f"{model}: auto takes {of_fp16:.2f} of {FP16}, target {OF_FP16:g}")
-    left = len(CASES) - len(done)
-    return problems + [f"{left} of {len(CASES)} models were not trained"] * (left > 0)
+    return problems + command_line.left_out(CASES, done, "models were not trained")
 
 
 def main() -> int:

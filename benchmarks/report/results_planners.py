@@ -132,8 +132,6 @@ def kimad_tables() -> str:
     """Kimad's tables 1 and 2."""
     from benchmarks.accuracy.kimad_tables import (
         CASES,
-        HIGH,
-        LOW,
         STEPS,
         of_times,
         of_workers,
@@ -142,6 +140,7 @@ def kimad_tables() -> str:
         worker_rows,
     )
     from benchmarks.accuracy.seeds import lost
+    from benchmarks.network.bandwidth_trace import HIGH, LOW
 
     figures = load("kimad_tables")
     cases = figures["cases"]

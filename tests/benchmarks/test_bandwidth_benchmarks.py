@@ -50,9 +50,8 @@ def test_kimad_must_keep_its_time_where_a_fixed_density_does_not(
 
 def test_a_density_is_found_for_any_traffic() -> None:
     for density in (0.001, 0.03, 0.2):
-        assert bandwidth_trace.density_of(bandwidth_trace._traffic_at(density)) == pytest.approx(
-            density, rel=0.01
-        )
+        sent = bandwidth_trace._traffic_at
+        assert bandwidth_trace.density_of(sent(density), sent) == pytest.approx(density, rel=0.01)
 
 
 def training(accuracy: float, seconds: float, **more: Any) -> dict[str, Any]:
