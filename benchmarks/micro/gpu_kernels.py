@@ -78,7 +78,7 @@ def operations(numel: int, device: torch.device) -> dict[str, Operation]:
     chosen, codes = topk().clone(), qsgd().clone()
     payload = codes.numel() / 4 / numel
     received = [ReceivedBody(codes, 0, tables)] * BODIES
-    compression = 5 + payload
+    compression = 3 + payload
     return {
         "memcpy": Operation(lambda: out.copy_(grad), 2),
         "topk, 1 %": Operation(topk, 3),

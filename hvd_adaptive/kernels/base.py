@@ -388,7 +388,9 @@ class QuantizedKernels(Protocol):
         :attr:`Rounding.sign`, which is not random. The remainder stays in ``x``: payload + remainder is
         what ``x`` was, up to one rounding.
 
-        A layer whose sum ``x + grad`` has a NaN or an Inf keeps its ``x`` bit for bit and sends a mark.
+        A layer whose sum ``x + grad`` has a NaN or an Inf keeps its ``x`` and sends a mark. A module
+        may find out after it has taken what it sends: ``x`` is then within ``2^-21`` times the sum of
+        ``|x|``, ``|grad|`` and the norm of the block of what it was.
 
         Source: Alistarh et al., "QSGD" (NeurIPS 2017), section 3.1, for any levels as in Faghri et al.,
         "Adaptive Gradient Quantization for Data-Parallel SGD" (NeurIPS 2020), section 2.
@@ -535,7 +537,7 @@ class ReductionKernels(Protocol):
 
         It is :meth:`QuantizedKernels.decompress_add_` of one body after the other to zeros and
         :meth:`QuantizedKernels.compress_` of the sums, bit for bit. A layer that is marked in a body,
-        or whose sum is not finite, keeps its ``x`` bit for bit and sends a mark.
+        or whose sum is not finite, keeps its ``x`` as it does there and sends a mark.
 
         Args:
             bodies: one per rank, of at least one, on one device.

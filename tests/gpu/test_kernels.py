@@ -104,3 +104,38 @@ def test_adding_waits_once_and_only_for_what_it_returns() -> None:
         sparse.decompress_add_(body, [out], 1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("spec", GATHERED)
+def test_replayed_calls_give_what_first_ones_do(spec: str) -> None:
+    """The second call with the same layers is recorded, and later ones replay it with other numbers."""
+    for _ in range(2):
+        for kind in ("normal", "wide", "mostly zero"):
+            body, rest, stats = compressed(spec, kind, "cuda")
+            expected, expected_rest, expected_stats = compressed(spec, kind, "cpu")
+            assert torch.equal(body, expected)
+            assert np.array_equal(bits(rest), bits(expected_rest))
+            np.testing.assert_allclose(stats, expected_stats, rtol=1e-10)
+            assert summed(spec, body, "cuda") == summed(spec, body, "cpu")
+
+
+def test_bodies_stay_what_they_are_when_a_recording_is_replayed() -> None:
+    from hvd_adaptive.kernels.triton import recording
+    from hvd_adaptive.wire import ValueFormat
+
+    sparse, one = for_device(torch.device("cuda")).sparse, np.array([0, 50_000])
+    cases = [(numbers("normal", 50_000, seed), 500 + 100 * (seed % 2)) for seed in range(8)]
+    for _ in range(2):
+        bodies = []
+        for x, count in cases:  # two buckets in turn
+            body, _ = sparse.compress_(
+                torch.from_numpy(x.copy()).cuda(), one, np.array([count]), ValueFormat.fp16
+            )
+            bodies.append(body)
+        cpu = for_device(torch.device("cpu")).sparse
+        for (x, count), body in zip(cases, bodies, strict=True):
+            expected, _ = cpu.compress_(
+                torch.from_numpy(x.copy()), one, np.array([count]), ValueFormat.fp16
+            )
+            assert torch.equal(body.cpu(), expected)
+        recording.forget()  # and all are made again

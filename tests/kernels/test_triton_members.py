@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -219,6 +221,16 @@ def test_and_layers_at_the_edge_of_16_bits(
     assert_same(spec, (numel,), ("normal",), False, monkeypatch)
 
 
+def selected(x: torch.Tensor, counts: npt.NDArray[np.int64]) -> Any:
+    """The selection of so many elements of one layer."""
+    from hvd_adaptive.kernels.triton import selecting
+
+    offsets = np.array([0, x.numel()])
+    segments = selecting.segments_of(offsets, offsets, counts, False, x.device)
+    given = segments.given(x, None, counts, np.zeros(1, np.int64), SelectionRule.topk)
+    return selecting.Selection(segments, torch.from_numpy(given), 0)
+
+
 def test_a_sample_that_misleads_costs_another_pass_but_not_exactness() -> None:
     from hvd_adaptive.kernels.triton import selecting
 
@@ -228,23 +240,13 @@ def test_a_sample_that_misleads_costs_another_pass_but_not_exactness() -> None:
         size = min(tile, numel - number * tile)
         start = number * tile + (size - min(size, seen)) * (number % 7) // 7
         x[start : start + seen] *= 1e6
-    offsets, counts = np.array([0, numel]), np.array([count])
-    given = torch.from_numpy(x.copy())
-    segments = selecting.segments_of(offsets, offsets, counts, False, given.device)
-    selection = selecting.Selection(given, segments, None)
-    selection.run(counts, np.zeros(1, np.int64), SelectionRule.topk)
+    selection = selected(torch.from_numpy(x.copy()), np.array([count]))
     assert int(selection._lists.found.sum()) == np.count_nonzero(x)
     assert selection.indices.tolist() == np.sort(np.argsort(-np.abs(x), kind="stable")[:count]).tolist()
 
 
 def test_a_good_sample_lists_few_more_candidates_than_are_sent() -> None:
-    from hvd_adaptive.kernels.triton import selecting
-
-    x = torch.from_numpy(numbers("normal", 100_000, 4))
-    offsets, counts = np.array([0, 100_000]), np.array([1000])
-    segments = selecting.segments_of(offsets, offsets, counts, False, x.device)
-    selection = selecting.Selection(x, segments, None)
-    selection.run(counts, np.zeros(1, np.int64), SelectionRule.topk)
+    selection = selected(torch.from_numpy(numbers("normal", 100_000, 4)), np.array([1000]))
     assert 1000 <= int(selection._lists.found.sum()) < 6000
 
 

@@ -1,11 +1,12 @@
-"""Quantization on a GPU: a pass that looks for what is not finite, and one that rounds and packs.
+"""Quantization on a GPU, in one pass that adds, measures, rounds and packs.
 
 :class:`hvd_adaptive.kernels.base.QuantizedKernels` says what each function does. Memory traffic, in
-words of 4 bytes per element: compression reads ``x`` and the gradients twice and writes ``x`` once,
-which is 5. Codes of three levels, and those of blocks that are no power of two, go through memory as a
-byte each on their way to their true width, 0.5 more. Decoding one body reads and writes the output,
-and its codes twice, the first time to check them; a sum of several writes the output once, and checks
-the codes as it adds them.
+words of 4 bytes per element: compression reads ``x`` and the gradients and writes ``x`` once, which is
+3: that a layer is not finite is found on the way, and then what was taken of it is given back. Codes of
+three levels, and those of blocks that are no power of two, go through memory as a byte each on their
+way to their true width, 0.5 more. Decoding one body reads and writes the output, and its codes twice,
+the first time to check them; a sum of several writes the output once, and checks the codes as it adds
+them.
 
 Damage is only found here; what it is, and where, the reference then says. Huffman streams are decoded
 on the host, where they are also made.
@@ -13,6 +14,8 @@ on the host, where they are also made.
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +28,7 @@ from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, ch
 from hvd_adaptive.kernels.huffman import Code
 from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody, sum_one_by_one
 from hvd_adaptive.kernels.reference import quantized as reference
+from hvd_adaptive.kernels.triton import recording
 from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     COPIES,
@@ -36,11 +40,10 @@ from hvd_adaptive.kernels.triton.launching import (
     read_back,
     sums_between,
     tiles_of,
-    upload,
 )
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import WireError
-from hvd_adaptive.wire.quantized import QuantizationRule, Tables, layer_bytes
+from hvd_adaptive.wire.quantized import NONFINITE, QuantizationRule, Tables, layer_bytes
 
 __all__ = [
     "compress_",
@@ -54,6 +57,8 @@ __all__ = [
 expected_error_at = reference.expected_error_at
 """Of a histogram in host memory."""
 
+Int64s = npt.NDArray[np.int64]
+
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
 _TILE = 512
@@ -62,6 +67,8 @@ _PER_THREAD = 16
 """Elements of a thread: with many there are too few threads to hide the memory's latency."""
 _DECODED = 2048
 """Elements of a program that decodes."""
+_PROGRAMS = 1024
+"""That look for layers whose bodies are not alike."""
 PACKED = 1024
 """Bytes of a program that packs."""
 _WHOLE_BYTES = 8
@@ -99,125 +106,264 @@ def compress_(
     keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     if not len(bits):
         return torch.zeros(reserve, dtype=torch.uint8, device=x.device), np.zeros((0, 3))
-    device, shape, numels = x.device, tile_shape(rule), np.diff(offsets)
-    tiles = tiles_of(numels, shape["ROWS"] * rule.block, device, least=1)
-    alphabets = tables.alphabets[bits]
-    rows = zip(numels.tolist(), bits.tolist(), alphabets.tolist(), strict=True)
-    sizes = np.array([layer_bytes(*row, rule) for row in rows], np.int64)
-    mixed = np.array([mix(key) for key in keys.tolist()], np.uint64)
-    columns = [
-        *(offsets[:-1], numels, pointers(grads, len(bits)), *_halves(mixed), *_halves(dithers)),
-        *(bits, alphabets, tiles.firsts),
-    ]
-    sent = upload(np.concatenate([np.stack(columns, axis=1).ravel(), sizes]), device)
-    layers, most = sent.split([len(columns) * len(bits), len(bits)])
-    bad = torch.zeros(len(bits), dtype=torch.int64, device=device)
-    placed = (x, layers, tiles.layers, bad)
-    common: dict[str, Any] = {"GRADS": gradient_code(grads), **shape}
-    launch(jit.find_nonfinite, (tiles.count,), device, *placed, **common)
-    found = torch.where(bad == 0, most, 1)
-    starts = torch.cumsum(found, 0) - found + reserve
-    body = torch.empty(reserve + int(sizes.sum()), dtype=torch.uint8, device=device)
-    packs = rule.block == 1 << shape["LOG"] and rule.block >= _WHOLE_BYTES
-    unpacked = (alphabets == _TERNARY) | (not packs)
-    room = int(offsets[-1] - offsets[0]) if unpacked.any() else 0
-    codes = torch.empty(room, dtype=torch.uint8, device=device)
-    energies = torch.zeros((tiles.count, 2), dtype=torch.float64, device=device)
-    launch(
-        *(jit.quantize, (tiles.count,), device, *placed, starts, levels_of(tables, device)[0], body),
-        *(codes, energies, int(offsets[0]), float(rule.clip)),
-        **common,
-        NORM=int(rule.norm),
-        ROUNDING=int(rule.rounding),
-        PACKS=packs,
+    layout = _layout(
+        offsets.tobytes(), bits.tobytes(), tables.alphabets[bits].tobytes(), rule, x.device
     )
-    if unpacked.any():
-        norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
-        packed = tiles_of(np.where(unpacked, sizes - 1 - norms, 0), PACKED, device)
-        launch(
-            *(jit.pack, (packed.count,), device, layers, packed.layers, packed.first, bad, starts),
-            *(body, codes, upload(norms, device), int(offsets[0])),
-            SIZE=PACKED,
-        )
-    stats = read_back(torch.cat([sums_between(energies, tiles.ranges), bad.double().unsqueeze(1)], 1))
-    end = reserve + int(np.where(stats[:, 2] == 0, sizes, 1).sum())
-    return body[:end], stats
+    body = torch.empty(reserve + layout.size, dtype=torch.uint8, device=x.device)
+    given = layout.given(x, body.data_ptr() + reserve, grads, keys, dithers, tables)
+    gradients = gradient_code(grads)
+    (energies, told) = recording.run(
+        (layout, gradients), given, x.device, functools.partial(layout.quantize, gradients)
+    )
+    stats = np.column_stack([told, np.zeros(len(bits))])
+    wrong = ~np.isfinite(told[:, 0])
+    if wrong.any():
+        stats[wrong] = (0, 0, 1)
+        body = _give_back(layout, wrong, energies[:, 0], x, grads, body, reserve, tables)
+    return body, stats
 
 
-class Received:
-    """Bodies of the same layers on a device, and where their layers lie.
+class _Layout:
+    """How the layers of a bucket are quantized, which is the same at every step.
 
     Args:
-        bodies: of packed codes.
-        numels: elements of each layer.
-        rule: of all bodies.
+        offsets: of the layers.
+        bits: of their codes.
+        alphabets: levels of each layer.
+        rule: of all.
+        device: where the tables are.
     """
 
     def __init__(
-        self, bodies: Sequence[ReceivedBody], numels: npt.NDArray[np.int64], rule: QuantizationRule
+        self,
+        offsets: Int64s,
+        bits: Int64s,
+        alphabets: Int64s,
+        rule: QuantizationRule,
+        device: torch.device,
     ) -> None:
-        device = bodies[0].data.device
-        self._device, self._count, self._layers = device, len(bodies), len(numels)
-        self._kept = [(body.data, levels_of(body.tables, device)) for body in bodies]
-        """The table has their addresses only."""
+        self.rule, self._shape, numels = rule, tile_shape(rule), np.diff(offsets)
+        self.offsets, self._bits = offsets, bits
+        self.tile = self._shape["ROWS"] * rule.block
+        self.tiles = tiles_of(numels, self.tile, device, least=1)
+        rows = zip(numels.tolist(), bits.tolist(), alphabets.tolist(), strict=True)
+        sizes = np.array([layer_bytes(*row, rule) for row in rows], np.int64)
+        norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
+        self.ends = np.cumsum(sizes)
+        """Where each layer's bytes end."""
+        self.size = int(sizes.sum())
+        """Bytes of all layers."""
+        self._packs = rule.block == 1 << self._shape["LOG"] and rule.block >= _WHOLE_BYTES
+        unpacked = (alphabets == _TERNARY) | (not self._packs)
+        self._room = int(offsets[-1] - offsets[0]) if unpacked.any() else 0
+        self._packed = tiles_of(np.where(unpacked, sizes - 1 - norms, 0), PACKED, device)
+        zeros = np.zeros_like(bits)
+        columns = [
+            *(4 * offsets[:-1], numels, zeros, zeros, zeros, zeros, zeros, bits, alphabets),
+            *(self.tiles.firsts, self.ends - sizes, offsets[:-1] - offsets[0]),
+            *(4 * int(jit.LEVELS.value) * bits, norms),
+        ]
+        self._rows: Int64s = np.stack(columns, axis=1)
+
+    def given(
+        self,
+        x: Tensor,
+        body: int,
+        grads: Sequence[Tensor] | None,
+        keys: npt.NDArray[np.uint64],
+        dithers: npt.NDArray[np.uint64],
+        tables: Tables,
+    ) -> Int64s:
+        """Rows of layers.
+
+        Elements, their number, gradient, halves of the key and of the dither, bits, levels, first tile,
+        bytes, place of codes that are packed later, levels' table, bytes of norms. The elements, the
+        gradient, the bytes and the table are addresses.
+        """
+        rows = self._rows.copy()
+        rows[:, 0] += x.data_ptr()
+        rows[:, 2] = pointers(grads, len(rows))
+        mixed = np.array([mix(key) for key in keys.tolist()], np.uint64)
+        rows[:, 3], rows[:, 4] = _halves(mixed)
+        rows[:, 5], rows[:, 6] = _halves(dithers)
+        rows[:, 10] += body
+        rows[:, 12] += levels_of(tables, x.device)[0].data_ptr()
+        return rows.ravel()
+
+    def quantize(self, gradients: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize and pack: energies of tiles and of layers, and what is sent of them."""
+        device, tiles, rule = table.device, self.tiles, self.rule
+        codes = torch.empty(self._room, dtype=torch.uint8, device=device)
+        energies = torch.empty((tiles.count, 2), dtype=torch.float64, device=device)
+        launch(
+            *(jit.quantize, (tiles.count,), device, table, tiles.layers, codes, energies),
+            float(rule.clip),
+            GRADS=gradients,
+            NORM=int(rule.norm),
+            ROUNDING=int(rule.rounding),
+            PACKS=self._packs,
+            **self._shape,
+        )
+        packed = self._packed
+        launch(
+            *(jit.pack, (packed.count,), device, table, packed.layers, packed.first, codes),
+            SIZE=PACKED,
+        )
+        return energies, sums_between(energies, tiles.ranges)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+    offsets: bytes, bits: bytes, alphabets: bytes, rule: QuantizationRule, device: torch.device
+) -> _Layout:
+    """Kept, because a bucket has the same one at every step."""
+    first, second, third = (np.frombuffer(each, np.int64) for each in (offsets, bits, alphabets))
+    return _Layout(first, second, third, rule, device)
+
+
+def _give_back(
+    layout: _Layout,
+    wrong: npt.NDArray[np.bool_],
+    energies: Tensor,
+    x: Tensor,
+    grads: Sequence[Tensor] | None,
+    body: Tensor,
+    reserve: int,
+    tables: Tables,
+) -> Tensor:
+    """Undo what was taken of layers that are not finite; the body with their marks.
+
+    Args:
+        layout: of the layers.
+        wrong: which of them.
+        energies: of tiles; infinite where one was left as it is.
+        x: what is left.
+        grads: that were added.
+        body: with bytes of all layers.
+        reserve: bytes in front.
+        tables: of the levels.
+    """
+    ends, edges = [reserve, *(reserve + layout.ends).tolist()], layout.offsets.tolist()
+    firsts = [*layout.tiles.firsts.tolist(), layout.tiles.count]
+    mark = torch.full((1,), NONFINITE, dtype=torch.uint8, device=x.device)
+    parts = [body[:reserve]]
+    for layer, bad in enumerate(wrong.tolist()):
+        part = body[ends[layer] : ends[layer + 1]]
+        parts.append(mark if bad else part)
+        if not bad:
+            continue
+        rest = x[edges[layer] : edges[layer + 1]]
+        decompress_add_(part.clone(), 0, [rest], 1.0, layout.rule, tables)
+        if grads is not None:
+            taken = energies[firsts[layer] : firsts[layer + 1]].isfinite()
+            added = taken.repeat_interleave(layout.tile)[: rest.numel()]
+            rest -= grads[layer].view(-1).float().where(added, 0.0)
+    return torch.cat(parts)
+
+
+class _Received:
+    """Where the layers of some bodies lie, on the device; which is the same but for addresses.
+
+    Args:
+        numels: elements of each layer.
+        count: bodies, of packed codes.
+        rule: of all bodies.
+        device: of all tensors.
+    """
+
+    def __init__(
+        self, numels: Int64s, count: int, rule: QuantizationRule, device: torch.device
+    ) -> None:
+        self._device, self._count, self._layers, self._numels = device, count, len(numels), numels
         self._shape = {"NORM": int(rule.norm), "BLOCK": rule.block, "TILE": _DECODED}
         self._tiles = tiles_of(numels, _DECODED, device)
+        self._norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
+
+    def given(self, bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float) -> Int64s:
+        """Rows of bodies; of layers elements, bytes of norms, and outputs; the scale's bits."""
+        kept = [(body.data, levels_of(body.tables, self._device)) for body in bodies]
         rows = [
             (data.data_ptr(), body.start, data.numel(), levels.data_ptr(), alphabets.data_ptr())
-            for body, (data, (levels, alphabets)) in zip(bodies, self._kept, strict=True)
+            for body, (data, (levels, alphabets)) in zip(bodies, kept, strict=True)
         ]
-        norms = [rule.norm_bytes(numel) for numel in numels.tolist()]
-        given = [np.array(rows, np.int64).ravel(), numels, np.array(norms, np.int64)]
-        sent = upload(np.concatenate(given), device)
-        table, self._numels, sizes = sent.split([each.size for each in given])
-        self._places = torch.zeros(
-            (self._count * (self._layers + 1), jit.PLACES.value), dtype=torch.int64, device=device
-        )
-        launch(
-            *(jit.walk, (self._count,), device, table, self._numels, sizes, self._places, self._layers)
-        )
-        self._checked = False
+        scaled = int(np.float32(scale).view(np.int32))
+        parts = (rows, self._numels, self._norms, pointers(outs, self._layers), scaled)
+        found: Int64s = np.concatenate([np.ravel(part) for part in parts]).astype(np.int64)
+        return found
 
-    def check(self) -> Tensor:
-        """Look for damage; then as :meth:`_concluded`."""
-        self._launch(jit.find_damage, (self._tiles.count, self._count), self._layers)
-        return self._concluded()
+    def decode(self, use: Use, sent: Tensor) -> tuple[None, Tensor]:
+        """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
+        rows, layers = self._count * int(jit.BODY_FIELDS.value), self._layers
+        bodies, numels, norms, outs, scale = sent.split([rows, layers, layers, layers, 1])
+        places = torch.zeros(
+            (self._count * (layers + 1), jit.PLACES.value), dtype=torch.int64, device=self._device
+        )
+        launch(*(jit.walk, (self._count,), self._device, bodies, numels, norms, places, layers))
+        placed, found = (numels, self._tiles.layers, self._tiles.first, places), None
+        if use is not Use.sum:
+            self._launch(jit.find_damage, (self._tiles.count, self._count), *placed, layers)
+            found = self._concluded(places)
+        alike = torch.zeros(layers, dtype=torch.int64, device=self._device)
+        programs = self._tiles.count
+        if use is Use.sum and self._shape["BLOCK"] % _WHOLE_BYTES == 0:
+            programs = min(programs, _PROGRAMS)  # hardly any layer is left
+            launch(*(jit.find_alike, (layers,), self._device, places, alike, layers, self._count))
+            self._launch(
+                *(jit.add_alike, (self._tiles.count,), *placed, outs, alike),
+                *(layers, self._count, scale),
+            )
+        if use is not Use.check:
+            first_wrong = numels if found is None else found[-1:]  # where it sums it is not looked at
+            self._launch(
+                *(jit.add_decoded, (programs,), *placed, outs, alike, first_wrong),
+                *(self._tiles.count, layers, self._count, scale),
+                ADDS=use is Use.add,
+            )
+        return None, self._concluded(places) if found is None else found
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
-        """A kernel that decodes, and so checks."""
-        tiles = self._tiles
-        launch(
-            *(kernel, grid, self._device, self._numels, tiles.layers, tiles.first, self._places),
-            *arguments,
-            **meta,
-            **self._shape,
-            num_warps=_DECODED // (32 * _PER_THREAD),
-        )
-        self._checked = True
+        """A kernel that decodes."""
+        warps = _DECODED // (32 * _PER_THREAD)
+        launch(kernel, grid, self._device, *arguments, **meta, **self._shape, num_warps=warps)
 
-    def _concluded(self) -> Tensor:
-        """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
+    def _concluded(self, places: Tensor) -> Tensor:
         found = torch.empty(self._layers + 2, dtype=torch.int64, device=self._device)
         launch(
-            *(jit.conclude, (1,), self._device, self._places, found, self._layers, self._count),
+            *(jit.conclude, (1,), self._device, places, found, self._layers, self._count),
             SIZE=256,
         )
         return found
 
-    def add_to(self, outs: Sequence[Tensor], scale: float, *, adds: bool) -> None:
-        """Add ``scale`` times the bodies, up to the first damage, or set the outputs to their sum."""
-        first_wrong = self.check()[-1:] if adds else self._numels  # which is not looked at
-        self._launch(
-            *(jit.add_decoded, (self._tiles.count,)),
-            *(upload(pointers(outs, self._layers), self._device), first_wrong),
-            *(self._layers, self._count, float(np.float32(scale))),
-            ADDS=adds,
-        )
 
-    def findings(self) -> tuple[bool, npt.NDArray[np.int64]]:
-        """Whether something is damaged, and the marks; waits for the device."""
-        found = read_back(self._concluded() if self._checked else self.check())
-        return bool(found[-2]), found[:-2]
+class Use(enum.Enum):
+    """What is decoded for: a check, a sum with what the outputs hold, or the outputs' sum."""
+
+    check = enum.auto()
+    add = enum.auto()
+    sum = enum.auto()
+
+
+@functools.lru_cache(maxsize=256)
+def _received(numels: bytes, count: int, rule: QuantizationRule, device: torch.device) -> _Received:
+    """Kept, because a bucket has the same one at every step."""
+    return _Received(np.frombuffer(numels, np.int64), count, rule, device)
+
+
+def decode(
+    bodies: Sequence[ReceivedBody],
+    numels: Sequence[int],
+    rule: QuantizationRule,
+    use: Use,
+    outs: Sequence[Tensor] = (),
+    scale: float = 1.0,
+) -> tuple[bool, npt.NDArray[np.uint8]]:
+    """Whether some of these packed bodies is damaged, and the marks of the layers."""
+    device = bodies[0].data.device
+    received = _received(np.array(numels, np.int64).tobytes(), len(bodies), rule, device)
+    outs = outs or [bodies[0].data] * len(numels)
+    given = received.given(bodies, outs, scale)
+    _, told = recording.run((received, use), given, device, functools.partial(received.decode, use))
+    return bool(told[-2]), told[:-2].astype(np.uint8)
 
 
 def unpacked_codes(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRule) -> ReceivedBody:
@@ -250,12 +396,10 @@ def decompress_add_(
         whole = unpacked_codes(ReceivedBody(body, start, tables, codes or {}), numels, rule)
     except WireError:
         return reference.decompress_add_(*plain)  # raises, after the layers before the damage
-    received = Received([whole], np.array(numels, np.int64), rule)
-    received.add_to(outs, scale, adds=True)
-    damaged, marks = received.findings()
+    damaged, marks = decode([whole], numels, rule, Use.add, outs, scale)
     if damaged:
         raise_damage([ReceivedBody(body, start, tables, codes or {})], numels, rule)
-    return marks.astype(np.uint8)
+    return marks
 
 
 def decompress_sum_(
@@ -270,12 +414,10 @@ def decompress_sum_(
         whole = [unpacked_codes(body, numels, rule) for body in bodies]
     except WireError:
         raise_damage(bodies, numels, rule)
-    received = Received(whole, np.array(numels, np.int64), rule)
-    received.add_to(outs, scale, adds=False)
-    damaged, marks = received.findings()
+    damaged, marks = decode(whole, numels, rule, Use.sum, outs, scale)
     if damaged:
         raise_damage(bodies, numels, rule)
-    return marks.astype(np.uint8)
+    return marks
 
 
 def raise_damage(
@@ -296,7 +438,7 @@ def _is_damaged(body: ReceivedBody, numels: Sequence[int], rule: QuantizationRul
         whole = unpacked_codes(body, numels, rule)
     except WireError:
         return True
-    return Received([whole], np.array(numels, np.int64), rule).findings()[0]
+    return decode([whole], numels, rule, Use.check)[0]
 
 
 def round_at_random_(out: Tensor, x: Tensor, key: int) -> None:

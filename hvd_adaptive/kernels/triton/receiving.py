@@ -4,10 +4,15 @@ A stream of positions says only at the end of a block of 256 where the next one 
 front of it says how many bits each group of 16 blocks takes. So the groups of all layers and bodies are
 decoded side by side; the blocks of a group one after the other, each of them at once by all threads of
 a program. Positions in a group first count from the group before, which is added when all are known.
+
+A sum is written tile by tile: zeros, to which the values of each body in this tile are added while it
+is still in the cache. Where the bodies are one layer over all outputs, these are cleared beforehand.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvd_adaptive.kernels.triton import recording
 from hvd_adaptive.kernels.triton.jit import decoding as jit
-from hvd_adaptive.kernels.triton.launching import launch, pointers, read_back, upload
+from hvd_adaptive.kernels.triton.launching import launch, pointers, read_back, tiles_of
 from hvd_adaptive.wire import ValueFormat
 from hvd_adaptive.wire.sparse import GROUP
 
@@ -28,106 +34,219 @@ _FIELDS = 8
 """Columns of the table of places."""
 _WARPS = 2
 """Of a program that decodes positions: it has 512 bits in hand."""
+_SUMMED = 4096
+"""Outputs of a program that writes a sum."""
+_SUM_WARPS = 2
+"""Of such a program."""
+_ADDED = 64
+"""Values that it adds at once."""
+_SOUGHT = 128
+"""Tiles of a program that looks for where their values begin."""
 
 
-class ReceivedSparse:
-    """Bodies of the same layers.
+class Use(enum.Enum):
+    """What positions are decoded for."""
+
+    list = enum.auto()
+    add = enum.auto()
+    """Values to what the outputs hold."""
+    sum = enum.auto()
+    """Of the values, which the outputs become; those of one vector must be zeros."""
+    clear = enum.auto()
+    """The outputs, where a body has values."""
+
+
+class SparseLayout:
+    """Bodies of the same layers, but for what they hold.
 
     Args:
-        bodies: on one device.
         numels: elements of each layer.
+        most: values that each body may have.
         values: the format that all layers must have; None takes each layer's own.
         whole: whether each body is one layer over all of them.
-        outs: what :meth:`add_to_outs` changes, one for each layer.
+        device: of all tensors.
     """
 
     def __init__(
         self,
-        bodies: Sequence[Tensor],
-        numels: Sequence[int],
+        numels: tuple[int, ...],
+        most: tuple[int, ...],
         values: ValueFormat | None,
         whole: bool,
-        outs: Sequence[Tensor] = (),
+        device: torch.device,
     ) -> None:
-        device = bodies[0].device
-        self._device, self._whole, self._count, self._layers = device, whole, len(bodies), len(numels)
-        self._kept = list(bodies)  # the table has their addresses only
-        self._tables(numels, values, outs)
-        rows = self._count * (self._spans + 1) * _FIELDS
-        slots = self._count * self._room
+        self.device, self.whole, self.count, self.layers = device, whole, len(most), len(numels)
+        spans = [sum(numels)] if whole else list(numels)
+        self.spans = len(spans)
+        starts = np.cumsum([0, *most])
+        self.indices = int(starts[-1])
+        self.room = max(most) // GROUP + self.spans
+        self.expected = -1 if values is None else int(values)
+        self.tiles = tiles_of(np.array([] if whole else numels, np.int64), _SUMMED, device)
+        self._starts = starts[:-1]
+        self._sizes = np.array(spans, np.int64), np.cumsum([0, *numels])
+
+    def given(
+        self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
+    ) -> npt.NDArray[np.int64]:
+        """Rows of bodies; sizes of spans, edges of layers, their outputs; the bits of the scale."""
+        sizes = [body.numel() for body in bodies]
+        rows = np.stack([pointers(bodies, self.count), np.array(sizes, np.int64), self._starts], axis=1)
+        outputs = pointers(outs, self.layers) if outs else np.zeros(self.layers, np.int64)
+        scaled = np.array([np.float32(scale).view(np.int32)], np.int64)
+        found: npt.NDArray[np.int64] = np.concatenate([rows.ravel(), *self._sizes, outputs, scaled])
+        return found
+
+    def split(self, sent: Tensor) -> Sequence[Tensor]:
+        """The parts of :meth:`given` on the device."""
+        rows = self.count * int(jit.BODY_FIELDS.value)
+        parts: Sequence[Tensor] = sent.split([rows, self.spans, self.layers + 1, self.layers, 1])
+        return parts
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_layout(
+    numels: tuple[int, ...],
+    most: tuple[int, ...],
+    values: ValueFormat | None,
+    whole: bool,
+    device: torch.device,
+) -> SparseLayout:
+    return SparseLayout(numels, most, values, whole, device)
+
+
+def layout_of(
+    bodies: Sequence[Tensor], numels: Sequence[int], values: ValueFormat | None, whole: bool
+) -> SparseLayout:
+    """Kept, because a bucket has the same one at most steps: that of bodies of about this size."""
+    # a position has a bit at least, and so has a value
+    bits = 1 + (ValueFormat.sign if values is None else values).bits
+    most = tuple(_rounded_up(8 * body.numel() // bits) for body in bodies)
+    return _kept_layout(tuple(numels), most, values, whole, bodies[0].device)
+
+
+def _rounded_up(number: int) -> int:
+    """To a number of which only the first four bits are not 0."""
+    unit = 1 << max(0, number.bit_length() - 4)
+    return -(-number // unit) * unit
+
+
+class ReceivedSparse:
+    """Bodies whose positions are known.
+
+    Args:
+        layout: of the bodies.
+        sent: what :meth:`SparseLayout.given` says, on the device.
+    """
+
+    def __init__(self, layout: SparseLayout, sent: Tensor) -> None:
+        self._layout, device = layout, layout.device
+        self._bodies, sizes, self._edges, self._outs, self._scale = layout.split(sent)
+        self._sizes = sizes
+        rows, slots = layout.count * (layout.spans + 1) * _FIELDS, layout.count * layout.room
         zeros = torch.zeros(rows + slots, dtype=torch.int64, device=device)
         self._places, self._slots = zeros.split([rows, slots])
+        self._indices = torch.empty(layout.indices, dtype=torch.int32, device=device)
         totals = torch.empty(slots, dtype=torch.int64, device=device)
-        self._found = torch.empty(self._spans + 2, dtype=torch.int64, device=device)
-        expected = -1 if values is None else int(values)
-        shape = (self._spans, self._room)
+        self.found = torch.empty(layout.spans + 2, dtype=torch.int64, device=device)
+        """Marks of spans before the first damage; whether there is some; and the span that it is in."""
+        shape = (layout.spans, layout.room)
         launch(
-            *(jit.walk, (self._count,), device, self._bodies, self._sizes, self._places),
-            *(self._slots, *shape, expected),
+            *(jit.walk, (layout.count,), device, self._bodies, sizes, self._places),
+            *(self._slots, *shape, layout.expected),
         )
-        source = (self._bodies, self._sizes, self._places, self._slots, self._indices, totals, *shape)
-        grid = (self._room, self._count)
+        source = (self._bodies, sizes, self._places, self._slots, self._indices, totals, *shape)
+        grid = (layout.room, layout.count)
         launch(jit.decode_positions, grid, device, *source, num_warps=_WARPS)
         launch(jit.place_and_check, grid, device, *source, SIZE=_SIZE)
         launch(
-            *(jit.summarize, (1,), device, self._places, self._found, self._count, self._spans),
+            *(jit.summarize, (1,), device, self._places, self.found, layout.count, layout.spans),
             SIZE=256,
         )
 
-    def _tables(
-        self, numels: Sequence[int], values: ValueFormat | None, outs: Sequence[Tensor]
-    ) -> None:
-        """What the host knows, in one upload, and room for the positions."""
-        spans = [sum(numels)] if self._whole else list(numels)
-        self._spans = len(spans)
-        # a position has a bit at least, and so has a value
-        bits = 1 + (ValueFormat.sign if values is None else values).bits
-        most = [min(sum(spans), 8 * body.numel() // bits) for body in self._kept]
-        starts = np.cumsum([0, *most])
-        self._indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
-        self._room = max(most) // GROUP + self._spans
-        addresses = pointers(self._kept, self._count)
-        sizes = [body.numel() for body in self._kept]
-        bodies = np.stack([addresses, np.array(sizes, np.int64), starts[:-1]], axis=1)
-        edges, outputs = np.cumsum([0, *numels]), pointers(outs, len(outs))
-        tables = bodies.reshape(-1), np.array(spans, np.int64), edges, outputs
-        # each begins at a multiple of 16 bytes, or Triton would compile kernels for others, too
-        padded = [np.pad(table, (0, len(table) % 2)) for table in tables]
-        parts = upload(np.concatenate(padded), self._device).split([len(part) for part in padded])
-        self._bodies, self._sizes, self._edges, self._outs = parts
-
-    def add_to_outs(self, scale: float | None) -> None:
-        """Add ``scale`` times the values, or clear where they would go; up to the first damage."""
-        for number in range(self._count):
+    def change_outs(self, use: Use) -> None:
+        """Add or clear, up to the first damage."""
+        if use is Use.sum and not self._layout.whole:
+            self._write_sums()
+            return
+        layout = self._layout
+        for number in range(layout.count):
             launch(
-                *(jit.add_values, (self._room, _PARTS), self._device, self._bodies, self._places),
-                *(self._slots, self._indices, self._outs, self._edges, self._found, self._layers),
-                *(number, self._spans, self._room, float(np.float32(scale or 0.0))),
-                CLEARS=scale is None,
-                WHOLE=self._whole,
+                *(jit.add_values, (layout.room, _PARTS), layout.device, self._bodies, self._places),
+                *(self._slots, self._indices, self._outs, self._edges, self.found, layout.layers),
+                *(number, layout.spans, layout.room, self._scale),
+                CLEARS=use is Use.clear,
+                WHOLE=layout.whole,
                 SIZE=_SIZE,
             )
+
+    def _write_sums(self) -> None:
+        layout, tiles = self._layout, self._layout.tiles
+        starts = torch.empty((layout.count, tiles.count, 2), dtype=torch.int32, device=layout.device)
+        source = (self._bodies, self._places, self._indices, self._sizes, tiles.layers, tiles.first)
+        launch(
+            *(jit.find_starts, (-(-tiles.count // _SOUGHT), layout.count), layout.device, *source),
+            *(starts, layout.spans, tiles.count),
+            TILE=_SUMMED,
+            SIZE=_SOUGHT,
+        )
+        launch(
+            *(jit.write_sums, (tiles.count,), layout.device, *source, starts, self._outs, self.found),
+            *(layout.count, layout.spans, self._scale),
+            TILE=_SUMMED,
+            SIZE=_ADDED,
+            num_warps=_SUM_WARPS,
+        )
 
     def listed(self) -> tuple[npt.NDArray[np.int64], Tensor, Tensor]:
         """How many elements each span of the only body has, their positions, and their values.
 
         Of a body that is not damaged. Waits for the device, because the sizes are those of the tensors.
         """
-        rows = self._places[: self._spans * _FIELDS].view(self._spans, _FIELDS)
+        layout = self._layout
+        rows = self._places[: layout.spans * _FIELDS].view(layout.spans, _FIELDS)
         counts = read_back(rows[:, 2].contiguous())
         total = int(counts.sum())
-        values = torch.empty(total, device=self._device)
+        values = torch.empty(total, device=layout.device)
         launch(
-            *(jit.list_values, (self._room, _PARTS), self._device, self._bodies, self._places),
-            *(self._slots, values, self._spans, self._room),
+            *(jit.list_values, (layout.room, _PARTS), layout.device, self._bodies, self._places),
+            *(self._slots, values, layout.spans, layout.room),
             SIZE=_SIZE,
         )
         return counts, self._indices[:total], values
 
-    def findings(self) -> tuple[bool, npt.NDArray[np.uint8]]:
-        """Whether something is damaged, and the marks of layers before that; waits for the device."""
-        found = read_back(self._found)
-        marks = found[: self._spans].astype(np.uint8)
-        if self._whole:
-            marks = np.repeat(marks, self._layers)
-        return bool(found[self._spans]), marks
+
+def decode(
+    bodies: Sequence[Tensor],
+    numels: Sequence[int],
+    values: ValueFormat | None,
+    whole: bool,
+    use: Use,
+    outs: Sequence[Tensor] = (),
+    scale: float = 0.0,
+) -> tuple[ReceivedSparse, bool, npt.NDArray[np.uint8]]:
+    """Bodies that were used, whether one is damaged, and the marks of layers before that; waits.
+
+    Args:
+        bodies: on one device.
+        numels: elements of each layer.
+        values: the format that all layers must have; None takes each layer's own.
+        whole: whether each body is one layer over all of them.
+        use: what for.
+        outs: one for each layer.
+        scale: of what is added.
+    """
+    layout = layout_of(bodies, numels, values, whole)
+
+    def work(sent: Tensor) -> tuple[ReceivedSparse, Tensor]:
+        received = ReceivedSparse(layout, sent)
+        if use is not Use.list:
+            received.change_outs(use)
+        return received, received.found
+
+    given = layout.given(bodies, outs, scale)
+    received, found = recording.run((layout, use), given, layout.device, work)
+    marks = found[: layout.spans].astype(np.uint8)
+    if whole:
+        marks = np.repeat(marks, layout.layers)
+    return received, bool(found[layout.spans]), marks

@@ -16,7 +16,7 @@ from torch import Tensor
 from hvd_adaptive.kernels.checks import check_received
 from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.kernels.reference.reduction import with_kept
-from hvd_adaptive.kernels.triton.quantized import Received, compress_, raise_damage, unpacked_codes
+from hvd_adaptive.kernels.triton.quantized import Use, compress_, decode, raise_damage, unpacked_codes
 from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 
 
@@ -38,9 +38,7 @@ def reduce_(
     whole = [unpacked_codes(body, numels.tolist(), rule) for body in bodies]
     total = torch.empty(int(offsets[-1]), device=bodies[0].data.device)
     outs = [*torch.split(total[int(offsets[0]) :], numels.tolist())]
-    received = Received(whole, numels, rule)
-    received.add_to(outs, 1.0, adds=False)
-    damaged, _ = received.findings()  # before x is changed
+    damaged, _ = decode(whole, numels.tolist(), rule, Use.sum, outs)  # before x is changed
     if damaged:
         raise_damage(bodies, numels.tolist(), rule)
     rest, grads = with_kept(total, outs, offsets, x, before)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import selection as jit
-from hvd_adaptive.kernels.triton.launching import Ranges, Tiles, gradient_code, launch, pointers, upload
+from hvd_adaptive.kernels.triton.launching import Ranges, Tiles, launch, pointers, upload
 from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 Int64s = npt.NDArray[np.int64]
@@ -30,6 +30,8 @@ _TILE = 1024
 """Elements of a program that reads all of them."""
 _WARPS = 1
 """Of such a program, which then need not wait for one another."""
+_SHARE_WARPS = 1
+"""Of a program that looks at the candidates of some tiles."""
 _SAMPLED = 64
 """Of as many elements one is in the sample."""
 _AT_ONCE = int(jit.TILES.value // jit.SHARE.value)
@@ -61,11 +63,13 @@ class Segments:
         self.layers, self.pieces, self.spans = layers, pieces, len(most)
         self.of_layer = of_layer
         self.tiles = Tiles(ends - starts, _TILE, device)
-        self.offsets, self.cuts = offsets, cuts
-        self.columns = (
-            *(starts, ends - starts),
+        self.cuts = cuts
+        columns = (
+            *(4 * starts, ends - starts, np.zeros_like(starts)),
             *(self.tiles.firsts, of_layer, of_span, starts - cuts[of_piece], of_piece),
         )
+        self._rows: Int64s = np.stack(columns, axis=1)
+        self._inside = starts - offsets[of_layer]
         sizes = ends - starts
         tile_segments = np.repeat(np.arange(len(starts)), -(-sizes // _TILE))
         tile_spans = of_span[tile_segments]
@@ -93,7 +97,7 @@ class Segments:
         """Elements that each piece sends at most."""
         self.capacity = int(capacities.sum())
         self.capacities = upload(np.cumsum([0, *capacities]), device)
-        self.piece_offsets = upload(cuts[:-1], device)
+        self._pieces = 4 * cuts[:-1]
         tile_pieces = of_piece[tile_segments]
         layer_spans = np.zeros(layers, np.int64) if whole else np.arange(layers)
         self.owners = (
@@ -116,14 +120,49 @@ class Segments:
         found: Int64s = np.where(counts > 0, needed, 0).astype(np.int64)
         return found
 
-    def table(self, grads: Sequence[Tensor] | None) -> Int64s:
-        """Rows of offset, elements, gradient, first tile, layer, span, place in the piece, piece."""
-        start, numel, *others = self.columns
-        width = grads[0].element_size() if grads else 0
-        inside = width * (start - self.offsets[self.of_layer])
-        addresses = pointers(grads, self.layers)[self.of_layer] + inside
-        rows: Int64s = np.stack([start, numel, addresses, *others], axis=1)
+    def table(self, x: Tensor, grads: Sequence[Tensor] | None) -> Int64s:
+        """Rows of elements, their number, gradient, first tile, layer, span, place in the piece, piece.
+
+        The elements and the gradient are addresses.
+        """
+        rows = self._rows.copy()
+        rows[:, 0] += x.data_ptr()
+        if grads:
+            inside = grads[0].element_size() * self._inside
+            rows[:, 2] = pointers(grads, self.layers)[self.of_layer] + inside
         return rows
+
+    def given(
+        self,
+        x: Tensor,
+        grads: Sequence[Tensor] | None,
+        counts: Int64s,
+        floors: Int64s,
+        rule: SelectionRule,
+        marks: Int64s | None = None,
+    ) -> Int64s:
+        """What a :class:`Selection` is told, besides these segments.
+
+        Args:
+            x: what is kept of the layers; it receives the sums, and what is left.
+            grads: added first.
+            counts: of the spans: how many are sent at most.
+            floors: bits of the least magnitude that is sent by ``SelectionRule.threshold``.
+            rule: that one, or any other, which then sends ``counts``.
+            marks: ``int64[L]``: 1 for layers of which nothing is to be sent; None if there are none.
+        """
+        given = floors if rule == SelectionRule.threshold else np.full(self.spans, -1)
+        asked = np.stack([counts, given, self.sample_needed(counts), self.lists], 1)
+        marked = np.zeros(self.layers, np.int64) if marks is None else marks
+        parts = self.table(x, grads), asked, marked, x.data_ptr() + self._pieces
+        numbers: Int64s = np.concatenate([part.ravel() for part in parts])
+        return numbers
+
+    def split(self, sent: Tensor) -> Sequence[Tensor]:
+        """The parts of :meth:`given` on the device."""
+        asked = self.spans * int(jit.SPAN_FIELDS.value)
+        parts: Sequence[Tensor] = sent.split([self._rows.size, asked, self.layers, self.pieces])
+        return parts
 
 
 def _sampled(sizes: Int64s, of_span: Int64s, span_sizes: Int64s) -> tuple[Int64s, Int64s]:
@@ -177,56 +216,39 @@ def segments_of(
 
 
 class Selection:
-    """What is sent of some layers, in device memory: after :meth:`run`.
+    """What is sent of some layers, in device memory.
 
     Args:
-        x: what is kept of the layers; it receives the sums.
         segments: of the layers.
-        grads: added first.
-        marks: ``int64[L]``: 1 for layers of which nothing is to be sent; None if there are none.
+        sent: what :meth:`Segments.given` says, on the device.
+        gradients: the dtype of the gradients, as :func:`gradient_code` says it.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        segments: Segments,
-        grads: Sequence[Tensor] | None,
-        marks: Int64s | None = None,
-    ) -> None:
-        device, tiles = x.device, segments.tiles.count
-        self._x, self._segments, self._grads, self._marks = x, segments, grads, marks
+    def __init__(self, segments: Segments, sent: Tensor, gradients: int) -> None:
+        device, tiles = sent.device, segments.tiles.count
+        self._device, self._segments, self._gradients = device, segments, gradients
+        self._table, known, self.nonfinite, self.addresses = segments.split(sent)
+        """``nonfinite``, ``int64[L]``: 1 where the sum is not finite; where pieces are."""
         self._energies = torch.empty((tiles, 2), dtype=torch.float64, device=device)
         self.indices = torch.empty(segments.capacity, dtype=torch.int32, device=device)
         """From each piece's place in ``segments.capacities`` on; they count from the piece's start."""
         self.values = torch.empty(segments.capacity, dtype=torch.float32, device=device)
         """Their values."""
+        self._select(known)
 
-    def run(self, counts: Int64s, floors: Int64s, rule: SelectionRule) -> None:
-        """Select, and write the sums into ``x``.
-
-        Args:
-            counts: of the spans: how many are sent at most.
-            floors: bits of the least magnitude that is sent by ``SelectionRule.threshold``.
-            rule: that one, or any other, which then sends ``counts``.
-        """
-        segments, device = self._segments, self._x.device
-        spans, layers, tiles = segments.spans, segments.layers, (segments.tiles.count,)
+    def _select(self, known: Tensor) -> None:
+        """Write the sums into their place, and select from them."""
+        segments, device = self._segments, self._device
+        spans, tiles = segments.spans, (segments.tiles.count,)
         bins = int(jit.BINS.value)
-        given = floors if rule == SelectionRule.threshold else np.full(spans, -1)
-        asked = np.stack([counts, given, segments.sample_needed(counts), segments.lists], 1)
-        marks = np.zeros(layers, np.int64) if self._marks is None else self._marks
-        table = segments.table(self._grads)
-        sent = upload(np.concatenate([each.ravel() for each in (table, asked, marks)]), device)
-        self._table, known, self.nonfinite = sent.split([table.size, asked.size, layers])
-        """``nonfinite``, ``int64[L]``: 1 where the sum is not finite."""
         histograms, tickets, *listed = _zeros((spans, bins), spans, spans, spans, device=device)
         wrong = self.nonfinite.amax(0, keepdim=True) if segments.whole else self.nonfinite
         self.wrong = wrong
         """``int64[spans]``: 1 where nothing is sent because a sum is not finite."""
         floor_bits = torch.empty(spans, dtype=torch.int32, device=device)
         self._lists = _Lists.of(segments.numel, tiles[0], device)
-        meta = {"GRADS": gradient_code(self._grads), "TILE": _TILE}
-        source, parts = (self._x, self._table, segments.tiles.layers, known), (segments.parts,)
+        meta = {"GRADS": self._gradients, "TILE": _TILE}
+        source, parts = (self._table, segments.tiles.layers, known), (segments.parts,)
         launch(
             *(jit.sample, parts, device, *source, *segments.part, segments.span_parts),
             *(segments.span_tiles, histograms, tickets, floor_bits),
@@ -250,7 +272,7 @@ class Selection:
 
     def _refine(self, spread: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The exact threshold of each span as bits, and how many that have it are sent; int32."""
-        segments, device = self._segments, self._x.device
+        segments, device = self._segments, self._device
         steps = torch.empty((2, len(_DIGITS) + 1, segments.spans), dtype=torch.int32, device=device)
         for step, (shift, bits) in enumerate(_DIGITS):
             launch(
@@ -264,14 +286,14 @@ class Selection:
 
     def _compact(self, thresholds: Tensor, quotas: Tensor) -> None:
         """What reaches the thresholds, in order."""
-        segments, device, lists = self._segments, self._x.device, self._lists
+        segments, device, lists = self._segments, self._device, self._lists
         tiles, shares = segments.tiles.count, (segments.parts, _AT_ONCE)
         source = (*segments.part, segments.span_tiles, thresholds)
         counts = torch.empty(2 * tiles, dtype=torch.int32, device=device)
         launch(
             *(jit.count_selected, shares, device, *source, lists.values, lists.firsts, lists.found),
             *(counts, tiles),
-            num_warps=1,
+            num_warps=_SHARE_WARPS,
         )
         sums = torch.cumsum(counts, 0, dtype=torch.int64)
         ties_before, self.selected, self.targets = torch.empty(
@@ -290,7 +312,7 @@ class Selection:
         launch(
             *(jit.compact, shares, device, self._table, segments.tiles.layers, *source, quotas),
             *(*lists, ties_before, self.targets, self.indices, self.values),
-            num_warps=1,
+            num_warps=_SHARE_WARPS,
         )
 
     def energies(self) -> Tensor:
@@ -300,20 +322,20 @@ class Selection:
         """
         segments = self._segments
         launch(
-            *(jit.energy_of_selected, (segments.parts, _AT_ONCE), self._x.device, *segments.part),
+            *(jit.energy_of_selected, (segments.parts, _AT_ONCE), self._device, *segments.part),
             *(segments.span_tiles, self.values, self.targets, self.selected, self._energies),
-            num_warps=1,
+            num_warps=_SHARE_WARPS,
         )
         return self._energies
 
     def take_back(self) -> None:
         """Subtract the gradients of layers that are not finite, where they have been added."""
-        if self._grads is None:
+        if not self._gradients:
             return
         launch(
-            *(jit.take_back, (self._segments.tiles.count,), self._x.device, self._x, self._table),
+            *(jit.take_back, (self._segments.tiles.count,), self._device, self._table),
             *(self._segments.tiles.layers, self.nonfinite, self._lists.found),
-            GRADS=gradient_code(self._grads),
+            GRADS=self._gradients,
             TILE=_TILE,
         )
 

@@ -37,9 +37,16 @@ from hvd_adaptive.kernels.floats import LARGEST
 from hvd_adaptive.kernels.reference import sparse as reference
 from hvd_adaptive.kernels.reference.sparse import count_to_send
 from hvd_adaptive.kernels.selection import SelectionRule
+from hvd_adaptive.kernels.triton import recording
 from hvd_adaptive.kernels.triton.jit import encoding as jit
-from hvd_adaptive.kernels.triton.launching import launch, read_back, sums_between, upload
-from hvd_adaptive.kernels.triton.receiving import ReceivedSparse
+from hvd_adaptive.kernels.triton.launching import (
+    gradient_code,
+    launch,
+    read_back,
+    sums_between,
+    upload,
+)
+from hvd_adaptive.kernels.triton.receiving import Use, decode
 from hvd_adaptive.kernels.triton.selecting import Segments, Selection, segments_of
 from hvd_adaptive.kernels.triton.spectra import (
     moments,
@@ -71,6 +78,9 @@ __all__ = [
 position_bits = reference.position_bits
 
 Int64s = npt.NDArray[np.int64]
+
+_WARPS = 4
+"""Of a program that has a block of 256 values."""
 
 
 def compress_(
@@ -131,31 +141,48 @@ def _compress_(
         counts, rule = _counted(x, offsets, counts, grads, rule, whole), SelectionRule.topk
     most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
     segments = segments_of(offsets, cuts, most, whole, device)
-    selection = Selection(x, segments, grads)
-    selection.run(counts, floors, rule)
-    numels, indices = np.diff(cuts), selection.indices
-    data, ends = _encode(x, segments, selection, values, reserve, numels, indices)
-    return _read(segments, selection, data, ends)
+    gradients = gradient_code(grads)
+
+    def work(sent: Tensor) -> tuple[tuple[Selection, Tensor], Tensor]:
+        selection = Selection(segments, sent, gradients)
+        data, ends = _encode(segments, selection, values, reserve, np.diff(cuts), selection.indices)
+        return (selection, data), _statistics(segments, selection, ends)
+
+    key, given = (segments, gradients, values, reserve), segments.given(x, grads, counts, floors, rule)
+    (selection, data), told = recording.run(key, given, device, work)
+    return _taken(segments, selection, data, told)
 
 
-def _read(
-    segments: Segments, selection: Selection, data: Tensor, ends: Tensor
-) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
-    """The bytes, the statistics of each layer, and where each piece ends: the wait of a call."""
-    layers = segments.layers
-    sums, number = sums_between(selection.energies(), segments.layer_ranges), segments.pieces + 1
-    found = torch.empty(4 * layers + number, dtype=torch.float64, device=data.device)
+def _statistics(segments: Segments, selection: Selection, ends: Tensor) -> Tensor:
+    """Statistics of each layer, the number of bytes, and where each piece ends; float64."""
+    layers, number = segments.layers, segments.pieces + 1
+    sums = sums_between(selection.energies(), segments.layer_ranges)
+    found = torch.empty(4 * layers + number, dtype=torch.float64, device=ends.device)
     launch(
-        *(jit.read_statistics, (layers + 1,), data.device, sums, selection.layer_counts),
+        *(jit.read_statistics, (layers + 1,), ends.device, sums, selection.layer_counts),
         *(selection.nonfinite, ends, found, layers, number),
         SIZE=1024,
     )
-    numbers = read_back(found)  # exact to 2^53
-    stats, places = numbers[: 4 * layers].reshape(layers, 4), numbers[4 * layers :].astype(np.int64)
+    return found
+
+
+def _taken(
+    segments: Segments, selection: Selection, data: Tensor, told: npt.NDArray[np.float64]
+) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
+    """The bytes, the statistics of each layer, and where each piece ends.
+
+    Args:
+        segments: of the layers.
+        selection: from them.
+        data: room with the bytes; these are copied, and the room may be used again.
+        told: what :func:`_statistics` found; exact to 2^53.
+    """
+    layers = segments.layers
+    stats, places = told[: 4 * layers].reshape(layers, 4), told[4 * layers :].astype(np.int64)
     if stats[:, 3].any():
         stats[stats[:, 3] != 0, :3] = 0
         selection.take_back()
-    return data[: places[0]], stats, places[1:]
+    return data[: places[0]].clone(), stats, places[1:]
 
 
 def _counted(
@@ -181,7 +208,6 @@ def _counted(
 
 
 def _encode(
-    x: Tensor,
     segments: Segments,
     selection: Selection,
     values: ValueFormat,
@@ -191,30 +217,34 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     """(room with the bytes of all pieces, their number and where each piece ends, on the device).
 
+    What is left of the elements that are sent goes into their place.
+
     Args:
-        x: what is left of the elements that were selected from; changed where one is sent.
-        segments: of these elements.
+        segments: of the elements that were selected from.
         selection: from them.
         values: how values are sent.
         reserve: bytes in front.
         numels: elements of the vector that each piece's positions are of.
         positions: what is sent as the positions of the selected elements.
     """
-    device, pieces, grid = x.device, segments.pieces, (segments.blocks,)
+    device, pieces, grid = positions.device, segments.pieces, (segments.blocks,)
     most = reserve + _room(numels.tobytes(), segments.most.tobytes(), values)
     words = torch.zeros(most // 4 + 2, dtype=torch.int32, device=device)
     body = words.view(torch.uint8)
     heads = torch.empty(segments.blocks, dtype=torch.int32, device=device)
     bits = torch.empty(segments.blocks + 1, dtype=torch.int64, device=device)
     placed = (segments.block_pieces, segments.first_blocks, segments.capacities, selection.counts)
-    launch(jit.choose_heads, grid, device, *placed, positions, heads, bits)
+    launch(jit.choose_heads, grid, device, *placed, positions, heads, bits, num_warps=_WARPS)
     ends = torch.empty(1 + 3 * pieces, dtype=torch.int64, device=device)
     launch(
         *(jit.place_pieces, (1,), device, body, selection.counts, selection.wrong),
         *(segments.piece_spans, segments.first_blocks, bits, ends, segments.blocks, pieces, reserve),
         FORMAT=int(values),
     )
-    launch(*(jit.write_stream, grid, device, *placed, positions, heads, bits, ends, pieces, words))
+    launch(
+        *(jit.write_stream, grid, device, *placed, positions, heads, bits, ends, pieces, words),
+        num_warps=_WARPS,
+    )
     means = selection.values  # of no use but for signs
     if values is ValueFormat.sign:
         means = torch.empty((pieces, 2), dtype=torch.float32, device=device)
@@ -223,8 +253,9 @@ def _encode(
         launch(jit.find_means, (pieces,), device, *placed[1:], selection.values, sums, means)
     launch(
         *(jit.write_values, grid, device, *placed, selection.indices, selection.values, means),
-        *(ends, pieces, segments.piece_offsets, body, x),
+        *(ends, pieces, selection.addresses, body),
         FORMAT=int(values),
+        num_warps=_WARPS,
     )
     return body, ends
 
@@ -244,7 +275,7 @@ def decompress_add_(
     whole: bool = False,
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.decompress_add_`."""
-    return _add_([body], outs, scale, values, whole)
+    return _add_([body], outs, scale, values, whole, Use.add)
 
 
 def decompress_sum_(
@@ -256,9 +287,9 @@ def decompress_sum_(
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.decompress_sum_`."""
     check_outs(check_bodies(bodies)[0], outs, whole)
-    if outs:
+    if whole and outs:
         torch._foreach_zero_(list(outs))
-    return _add_(bodies, outs, scale, values, whole)
+    return _add_(bodies, outs, scale, values, whole, Use.sum)
 
 
 def _add_(
@@ -267,14 +298,13 @@ def _add_(
     scale: float,
     values: ValueFormat | None,
     whole: bool,
+    use: Use,
 ) -> npt.NDArray[np.uint8]:
     """Add bodies one after the other; WireError for the first that is damaged."""
     numels = check_outs(bodies[0], outs, whole)
     for body in bodies[1:]:
         check_body(body, bodies[0])
-    received = ReceivedSparse(bodies, numels, values, whole, outs)
-    received.add_to_outs(scale)
-    damaged, marks = received.findings()
+    _, damaged, marks = decode(bodies, numels, values, whole, use, outs, scale)
     for layer in np.flatnonzero(marks).tolist():
         outs[layer].fill_(torch.nan)
     if damaged:
@@ -297,9 +327,7 @@ def clear_(
 ) -> None:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.clear_`."""
     numels = check_outs(body, outs, whole)
-    received = ReceivedSparse([body], numels, values, whole, outs)
-    received.add_to_outs(None)
-    damaged, _ = received.findings()
+    _, damaged, _ = decode([body], numels, values, whole, Use.clear, outs)
     if damaged:
         _raise_damage([body], numels, values, whole)
 
@@ -327,8 +355,7 @@ def recompress_(
     if not len(counts):
         received, damaged, marks = None, bool(body.numel()), np.zeros(0, np.uint8)
     else:
-        received = ReceivedSparse([body], numels.tolist(), values, whole)
-        damaged, marks = received.findings()
+        received, damaged, marks = decode([body], numels.tolist(), values, whole, Use.list)
     if damaged:
         reference.recompress_(body, x, offsets, counts, values, reserve, rule, thresholds, whole)
         raise RuntimeError("a body that decodes was found damaged: please report this with the body")
@@ -343,11 +370,11 @@ def recompress_(
     cuts = edges[[0, -1]] if whole else edges
     most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
     segments = Segments(edges, cuts, most, whole, x.device)  # not kept: sizes are those of this step
-    selection = Selection(old, segments, None, np.asarray(marks, np.int64))
-    selection.run(counts, floors, rule)
+    given = segments.given(old, None, counts, floors, rule, np.asarray(marks, np.int64))
+    selection = Selection(segments, upload(given, x.device), 0)
     spans = offsets[[0, -1]] if whole else offsets
     data, ends = _encode(
-        *(old, segments, selection, values, reserve, np.diff(spans)),
+        *(segments, selection, values, reserve, np.diff(spans)),
         _positions_of(selection, segments, positions),
     )
     # what is left of the values is in their place; rounding up the largest of all would give Inf
@@ -356,7 +383,8 @@ def recompress_(
     )
     places = positions + starts
     x[places] = (x[places] + old).clamp(-LARGEST, LARGEST)
-    data, stats, _ = _read(segments, selection, data, ends)
+    told = read_back(_statistics(segments, selection, ends))
+    data, stats, _ = _taken(segments, selection, data, told)
     return data, stats
 
 

@@ -487,4 +487,92 @@ def add_values(
         else:
             data = tl.load(bodies + BODY_FIELDS * own).to(tl.pointer_type(tl.uint8))
             value = load_values(data, tl.load(row + 1), tl.load(row + 3), i, mask)
-            tl.store(place, tl.load(place, mask=mask, other=0.0) + value * scale, mask=mask)
+            factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+            tl.store(place, tl.load(place, mask=mask, other=0.0) + value * factor, mask=mask)
+
+
+@triton.jit
+def first_from(indices, count, least):
+    """How many of so many rising indices are below some others, by bisection."""
+    low, high = count * 0, count
+    for _step in tl.static_range(32):
+        middle = (low + high) // 2
+        below = tl.load(indices + middle, mask=low < high, other=0).to(tl.int64) < least
+        low = tl.where((low < high) & below, middle + 1, low)
+        high = tl.where((low < high) & (below == 0), middle, high)
+    return low
+
+
+@entry
+def find_starts(
+    bodies,
+    places,
+    indices,
+    numels,
+    tile_layers,
+    first_tiles,
+    starts,
+    spans,
+    tiles,
+    TILE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Of each tile of the outputs, where its values begin and end in a body's list of its layer."""
+    number = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there = tile < tiles
+    span = tl.load(tile_layers + tile, mask=there, other=0)
+    row = places + (number * spans + span) * FIELDS
+    count = tl.load(row + 2, mask=there, other=0)
+    own = indices + tl.load(row + 6, mask=there, other=0)
+    begin = (tile - tl.load(first_tiles + span, mask=there, other=0)) * TILE
+    place = starts + 2 * (number * tiles + tile)
+    tl.store(place, first_from(own, count, begin).to(tl.int32), mask=there)
+    tl.store(place + 1, first_from(own, count, begin + TILE).to(tl.int32), mask=there)
+
+
+@entry
+def write_sums(
+    bodies,
+    places,
+    indices,
+    numels,
+    tile_layers,
+    first_tiles,
+    starts,
+    outs,
+    found,
+    count,
+    spans,
+    scale,
+    TILE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """``scale`` times the sum of all bodies into a tile of the outputs, up to the first damage.
+
+    All threads of a program wait between bodies: these are added one after the other.
+    """
+    tile = tl.program_id(0)
+    span = tl.load(tile_layers + tile)
+    if span < tl.load(found + spans + 1):
+        factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+        begin = (tile - tl.load(first_tiles + span)) * TILE
+        out = tl.load(outs + span).to(tl.pointer_type(tl.float32))
+        i = tl.arange(0, TILE)
+        tl.store(
+            out + begin + i, tl.zeros((TILE,), tl.float32), mask=i < tl.load(numels + span) - begin
+        )
+        for number in range(count):
+            row = places + (number * spans + span) * FIELDS
+            data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
+            own, start, code = indices + tl.load(row + 6), tl.load(row + 1), tl.load(row + 3)
+            bounds = starts + 2 * (number * tl.num_programs(0) + tile)
+            end = tl.load(bounds + 1)
+            tl.debug_barrier()
+            for first in range(tl.load(bounds), end, SIZE):
+                place = first + tl.arange(0, SIZE)
+                mask = place < end
+                target = out + tl.load(own + place, mask=mask, other=0).to(tl.int64)
+                value = load_values(data, start, code, place.to(tl.int64), mask)
+                held = tl.load(target, mask=mask, other=0.0)
+                tl.store(target, held + value * factor, mask=mask)

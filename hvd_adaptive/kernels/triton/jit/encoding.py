@@ -331,12 +331,14 @@ def write_values(
     means,
     ends,
     pieces,
-    offsets,
+    addresses,
     body,
-    x,
     FORMAT: tl.constexpr,
 ):
-    """The bytes of a block's values; what they decode to into ``values``, what is left into ``x``."""
+    """The bytes of a block's values; what they decode to into ``values``, and what is left.
+
+    That goes to the elements of the piece, which are at ``addresses``.
+    """
     _, piece, first, size = block_of(block_pieces, first_blocks, counts)
     if size > 0:
         i = tl.arange(0, BLOCK)
@@ -364,7 +366,8 @@ def write_values(
             result = write_signs(data, means + 2 * piece, value, first, size)
         tl.store(values + own + i, result, mask=mask)
         index = tl.load(indices + own + i, mask=mask, other=0).to(tl.int64)
-        tl.store(x + tl.load(offsets + piece) + index, value - result, mask=mask)
+        x = tl.load(addresses + piece).to(tl.pointer_type(tl.float32))
+        tl.store(x + index, value - result, mask=mask)
 
 
 # --- what the host reads -------------------------------------------------------------------------

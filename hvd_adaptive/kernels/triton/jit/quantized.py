@@ -43,7 +43,7 @@ SIDES = tl.constexpr(int(Norm.sides))
 UNIFORM = tl.constexpr(int(Rounding.uniform))
 SIGN = tl.constexpr(int(Rounding.sign))
 
-FIELDS = tl.constexpr(10)
+FIELDS = tl.constexpr(14)
 """Columns of the table of layers."""
 BODY_FIELDS = tl.constexpr(5)
 """Columns of the table of bodies: address, first byte, bytes, addresses of levels and of alphabets."""
@@ -52,6 +52,8 @@ PLACES = tl.constexpr(6)
 
 Addresses of the first norm, the first code and the levels; bits, how many levels, what is wrong.
 """
+AT_ONCE = tl.constexpr(2)
+"""Bodies that are read together."""
 SMALLEST = tl.constexpr(1.1754943508222875e-38)
 """The least float32 that has all its bits: 2^-126."""
 
@@ -69,33 +71,14 @@ def places_of(numel, tile, BLOCK: tl.constexpr, ROWS: tl.constexpr, LOG: tl.cons
 
 
 @triton.jit
-def load_sum(x, row, first, i, mask, GRADS: tl.constexpr):
-    """What a layer holds, its gradient added; 0 elsewhere."""
-    total = tl.load(x + (tl.load(row) + first) + i, mask=mask, other=0.0)
+def load_sum(row, first, i, mask, GRADS: tl.constexpr):
+    """What a layer holds, its gradient added; 0 elsewhere. Whether all of it is finite."""
+    x = tl.load(row).to(tl.pointer_type(tl.float32))
+    total = tl.load(x + first + i, mask=mask, other=0.0)
     if GRADS:
         total = total + load_gradient(tl.load(row + 2), first, i, mask, GRADS)
-    return total
-
-
-@entry
-def find_nonfinite(
-    x,
-    table,
-    tile_layers,
-    bad,
-    GRADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOG: tl.constexpr,
-):
-    """Set ``bad`` of the layers whose sums hold a NaN or an Inf."""
-    tile = tl.program_id(0)
-    layer = tl.load(tile_layers + tile)
-    row = table + layer * FIELDS
-    _, first, i, mask = places_of(tl.load(row + 1), tile - tl.load(row + 9), BLOCK, ROWS, LOG)
-    total = load_sum(x, row, first, i, mask, GRADS)
-    top = tl.max(tl.max(magnitude_bits(total), 1), 0)
-    tl.store(bad + layer, 1, mask=top >= INF)
+    finite = tl.max(tl.max(magnitude_bits(total), 1), 0) < INF
+    return tl.where(finite, total, 0.0), finite
 
 
 @triton.jit
@@ -250,16 +233,10 @@ def store_norms(place, block, first, second, exists, NORM: tl.constexpr):
 
 @entry
 def quantize(
-    x,
     table,
     tile_layers,
-    bad,
-    starts,
-    levels,
-    body,
     codes,
     energies,
-    origin,
     clip,
     GRADS: tl.constexpr,
     NORM: tl.constexpr,
@@ -269,55 +246,51 @@ def quantize(
     ROWS: tl.constexpr,
     LOG: tl.constexpr,
 ):
-    """Headers and norms of finite layers into ``body``, remainders into ``x``, and the codes.
+    """Headers, norms and codes into the body, and what is left into its place.
 
-    They go into ``body`` where ``PACKS``, but for those of base 3; else into ``codes``, a byte each.
-    The last tiles come first: what the search for NaN has read last is still in the cache.
+    Codes go into the body where ``PACKS``, but for those of base 3; else into ``codes``, a byte each. A
+    tile with a NaN or an Inf is left as it is: its codes are those of zeros, its energy is infinite.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = tl.program_id(0)
     layer = tl.load(tile_layers + tile)
     row = table + layer * FIELDS
     numel, bits = tl.load(row + 1), tl.load(row + 7).to(tl.int32)
-    start, first_tile = tl.load(starts + layer), tl.load(row + 9)
-    marked = tl.load(bad + layer) != 0
-    header = tl.where(marked, NONFINITE, bits).to(tl.uint8)
-    tl.store(body + start, header, mask=tile == first_tile)
-    if not marked:
-        block, begin, i, mask = places_of(numel, tile - first_tile, BLOCK, ROWS, LOG)
-        rows = load_sum(x, row, begin, i, mask, GRADS)
-        sizes = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
-        first, second = norms_of(rows, sizes, clip, NORM, ROWS, LOG)
-        place = body + start + 1
-        store_norms(place, block, first, second, sizes > 0, NORM)
-        place += tl.where(NORM == SIDES, 8, 4) * ((numel + BLOCK - 1) // BLOCK)
-        number = begin.to(tl.uint32) + i.to(tl.uint32)
-        words = random_words(number, tl.load(row + 3), tl.load(row + 4))
-        words = (words ^ tl.load(row + 6).to(tl.uint32)) + tl.load(row + 5).to(tl.uint32)
-        random = (words >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-        own = levels + bits * LEVELS
-        count = tl.load(row + 8).to(tl.int32)
-        found = rounded(rows, shares_of(rows, first), random, own, count, ROUNDING)
-        values = decoded(found, first, second, own, mask, NORM)
-        offset = tl.load(row) + begin
-        tl.store(x + offset + i, rows - values, mask=mask)
-        apart = count == 3
-        if PACKS:
-            if not apart:
-                store_packed(place, begin, tl.where(mask, found, 0), bits, numel, ROWS * BLOCK)
-        else:
-            apart = count > 0
-        if apart:
-            tl.store(codes + (offset - origin) + i, found.to(tl.uint8), mask=mask)
-        wide = rows.to(tl.float64)
-        sent = tl.where(mask, values, 0.0).to(tl.float64)
-        tl.store(energies + 2 * tile, tl.sum(tl.sum(wide * wide, 1), 0))
-        tl.store(energies + 2 * tile + 1, tl.sum(tl.sum(sent * sent, 1), 0))
+    first_tile, body = tl.load(row + 9), tl.load(row + 10).to(tl.pointer_type(tl.uint8))
+    tl.store(body, bits.to(tl.uint8), mask=tile == first_tile)
+    block, begin, i, mask = places_of(numel, tile - first_tile, BLOCK, ROWS, LOG)
+    rows, finite = load_sum(row, begin, i, mask, GRADS)
+    sizes = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
+    first, second = norms_of(rows, sizes, clip, NORM, ROWS, LOG)
+    store_norms(body + 1, block, first, second, sizes > 0, NORM)
+    number = begin.to(tl.uint32) + i.to(tl.uint32)
+    words = random_words(number, tl.load(row + 3), tl.load(row + 4))
+    words = (words ^ tl.load(row + 6).to(tl.uint32)) + tl.load(row + 5).to(tl.uint32)
+    random = (words >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    own = tl.load(row + 12).to(tl.pointer_type(tl.float32))
+    count = tl.load(row + 8).to(tl.int32)
+    found = rounded(rows, shares_of(rows, first), random, own, count, ROUNDING)
+    values = decoded(found, first, second, own, mask, NORM)
+    x = tl.load(row).to(tl.pointer_type(tl.float32)) + begin
+    if finite:
+        tl.store(x + i, rows - values, mask=mask)
+    apart = count == 3
+    if PACKS:
+        if not apart:
+            place = body + 1 + tl.load(row + 13)
+            store_packed(place, begin, tl.where(mask, found, 0), bits, numel, ROWS * BLOCK)
+    else:
+        apart = count > 0
+    if apart:
+        tl.store(codes + (tl.load(row + 11) + begin) + i, found.to(tl.uint8), mask=mask)
+    wide = rows.to(tl.float64)
+    sent = tl.where(mask, values, 0.0).to(tl.float64)
+    energy = tl.sum(tl.sum(wide * wide, 1), 0)
+    tl.store(energies + 2 * tile, tl.where(finite, energy, float("inf")))
+    tl.store(energies + 2 * tile + 1, tl.sum(tl.sum(sent * sent, 1), 0))
 
 
 @entry
-def pack(
-    table, tile_layers, first_tiles, bad, starts, body, codes, norm_bytes, origin, SIZE: tl.constexpr
-):
+def pack(table, tile_layers, first_tiles, codes, SIZE: tl.constexpr):
     """Codes, a byte each, at their true width: a program writes ``SIZE`` bytes."""
     tile = tl.program_id(0)
     layer = tl.load(tile_layers + tile)
@@ -325,7 +298,7 @@ def pack(
     numel, bits = tl.load(row + 1), tl.load(row + 7).to(tl.int32)
     count = tl.load(row + 8)
     byte = (tile - tl.load(first_tiles + layer)) * SIZE + tl.arange(0, SIZE).to(tl.int64)
-    source = codes + (tl.load(row) - origin)
+    source = codes + tl.load(row + 11)
     word = tl.zeros((SIZE,), tl.int32)
     if count == 3:
         for digit in tl.static_range(5):
@@ -340,10 +313,8 @@ def pack(
             code = tl.load(source + e, mask=(e < numel) & (shift < 8), other=0).to(tl.int32)
             word = word | tl.where(shift < 0, code >> (-shift & 7), code << (shift & 7))
         size = (numel * bits + 7) // 8
-    place = body + tl.load(starts + layer) + 1 + tl.load(norm_bytes + layer)
-    # the interpreter cannot combine a comparison of scalars with one of tiles
-    end = tl.where(tl.load(bad + layer) == 0, size, 0)
-    tl.store(place + byte, (word & 255).to(tl.uint8), mask=byte < end)
+    place = (tl.load(row + 10) + 1 + tl.load(row + 13)).to(tl.pointer_type(tl.uint8))
+    tl.store(place + byte, (word & 255).to(tl.uint8), mask=byte < size)
 
 
 # --- decoding ------------------------------------------------------------------------------------
@@ -435,7 +406,7 @@ def bits_from(address, bits, there):
 
 
 @triton.jit
-def unpacked(address, first, g, left, bits):
+def unpacked(address, first, g, left, bits, WIDE: tl.constexpr):
     """Eight packed codes of each group of eight, ``[8, groups]``; 0 where there is none.
 
     Args:
@@ -444,20 +415,22 @@ def unpacked(address, first, g, left, bits):
         g: groups from there on, int32.
         left: codes from the first group on, int32.
         bits: of a code.
+        WIDE: whether a code may have more than 4 bits.
     """
     own = tl.minimum(tl.maximum(left - 8 * g, 0), 8) * bits  # bits of the group
     byte = address + first * bits + g * bits
-    word = bits_from(byte, tl.minimum(own, 32), own > 0) & 0xFFFFFFFF
-    shift = (tl.arange(0, 8) * bits).to(tl.uint64)[:, None]
-    if bits > 4:
-        more = bits_from(byte + 4, own - 32, own > 32) & 0xFFFFFFFF
-        word = word | (more << 32)
+    shift = tl.arange(0, 8) * bits
     # what lies behind the last code is not its layer's
-    word = word & ((word * 0 - 1) >> (64 - tl.maximum(own, 1)).to(tl.uint64))
-    if bits > 4:
-        codes = (word[None, :] >> shift).to(tl.int32)
+    if WIDE:
+        low = bits_from(byte, tl.minimum(own, 32), own > 0) & 0xFFFFFFFF
+        high = bits_from(byte + 4, own - 32, own > 32) & 0xFFFFFFFF
+        word = low | (high << 32)
+        word = word & ((word * 0 - 1) >> (64 - tl.maximum(own, 1)).to(tl.uint64))
+        codes = (word[None, :] >> shift.to(tl.uint64)[:, None]).to(tl.int32)
     else:
-        codes = (word.to(tl.uint32)[None, :] >> shift.to(tl.uint32)).to(tl.int32)
+        half = bits_from(byte, own, own > 0).to(tl.uint32)
+        half = half & ((half * 0 - 1) >> (32 - tl.maximum(own, 1)).to(tl.uint32))
+        codes = (half[None, :] >> shift.to(tl.uint32)[:, None]).to(tl.int32)
     return codes & ((1 << bits) - 1)
 
 
@@ -511,8 +484,10 @@ def decode_tile(
     norms, codes = tl.load(row), tl.load(row + 1)
     if alphabet == 3:
         found = load_digits(codes, begin, e, e < left)
+    elif bits > 4:
+        found = unpacked(codes, begin // 8, g, left, bits, True)
     else:
-        found = unpacked(codes, begin // 8, g, left, bits)
+        found = unpacked(codes, begin // 8, g, left, bits, False)
     if BLOCK % 8 == 0:
         block = base + (inside + 8 * g) // BLOCK
         first, second = load_norms(norms, block, 8 * g < left, NORM)
@@ -575,13 +550,173 @@ def find_damage(
 
 
 @entry
+def find_alike(places, alike, layers, count):
+    """The bits of a layer's codes where all bodies have the same, in powers of two; else 0."""
+    layer = tl.program_id(0)
+    first = places + layer * PLACES
+    bits = tl.load(first + 3)
+    same = (tl.load(first + 4) != 3) & (bits != NONFINITE)
+    for number in range(count):
+        row = places + (number * layers + layer) * PLACES
+        same = same & (tl.load(row + 3) == bits) & (tl.load(row + 5) == 0)
+    tl.store(alike + layer, tl.where(same, bits, 0))
+
+
+@triton.jit
+def groups_of(
+    row,
+    bits,
+    begin,
+    left,
+    factor,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """(``factor`` times values, ``[8, groups]``; of each group the largest code, the norm's bits)."""
+    g = tl.arange(0, TILE // 8)
+    base = begin // BLOCK
+    block = base + ((begin - base * BLOCK).to(tl.int32) + 8 * g) // BLOCK
+    codes = unpacked(tl.load(row + 1), begin // 8, g, left, bits, WIDE)
+    first, second = load_norms(tl.load(row), block, 8 * g < left, NORM)
+    if NORM == SIDES:
+        values = tl.where(codes > 0, second[None, :], -first[None, :])
+    else:
+        levels = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+        values = tl.load(levels + codes) * first[None, :]
+    norm = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
+    return factor * values, tl.max(codes, 0), tl.minimum(norm, INF).to(tl.int32)
+
+
+@triton.jit
+def sum_alike(
+    rows,
+    step,
+    count,
+    bits,
+    begin,
+    left,
+    numel,
+    factor,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """(sum of a tile of layers with codes of the same size, whether one is damaged).
+
+    Several bodies are read before the first is added, or a program would wait for each.
+    """
+    total = tl.zeros((8, TILE // 8), tl.float32)
+    wrong = tl.zeros((TILE // 8,), tl.int32)
+    together = count // AT_ONCE * AT_ONCE
+    for number in range(0, together, AT_ONCE):
+        for more in tl.static_range(AT_ONCE):
+            row = rows + (number + more) * step
+            values, top, norm = groups_of(row, bits, begin, left, factor, NORM, BLOCK, TILE, WIDE)
+            total = total + values
+            wrong = wrong | ((top >= tl.load(row + 4).to(tl.int32)) | (norm >= INF)).to(tl.int32)
+    for number in range(together, count):
+        row = rows + number * step
+        values, top, norm = groups_of(row, bits, begin, left, factor, NORM, BLOCK, TILE, WIDE)
+        total = total + values
+        wrong = wrong | ((top >= tl.load(row + 4).to(tl.int32)) | (norm >= INF)).to(tl.int32)
+    damaged = tl.max(wrong, 0) > 0
+    if begin + TILE >= numel:
+        for number in range(count):
+            row = rows + number * step
+            damaged = damaged | bits_after(tl.load(row + 1), bits, bits * 0, numel)
+    return total, damaged
+
+
+@entry
+def add_alike(
+    numels,
+    tile_layers,
+    first_tiles,
+    places,
+    outs,
+    alike,
+    layers,
+    count,
+    scale,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """As :func:`add_decoded` writes a sum, of layers whose codes have the same size in all bodies."""
+    tile = tl.program_id(0)
+    layer = tl.load(tile_layers + tile)
+    bits = tl.load(alike + layer).to(tl.int32)
+    if bits > 0:
+        factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+        numel = tl.load(numels + layer)
+        begin = (tile - tl.load(first_tiles + layer)) * TILE
+        left = tl.minimum(numel - begin, TILE).to(tl.int32)
+        rows = places + layer * PLACES
+        step = layers * PLACES
+        if bits > 4:
+            total, damaged = sum_alike(
+                rows, step, count, bits, begin, left, numel, factor, NORM, BLOCK, TILE, True
+            )
+        else:
+            total, damaged = sum_alike(
+                rows, step, count, bits, begin, left, numel, factor, NORM, BLOCK, TILE, False
+            )
+        tl.store(rows + 5, 1, mask=damaged)
+        i = tl.arange(0, TILE)
+        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i
+        tl.store(out, tl.reshape(tl.trans(total), (TILE,)), mask=i < left)
+
+
+@triton.jit
+def decoded_total(
+    places,
+    layer,
+    layers,
+    count,
+    begin,
+    left,
+    numel,
+    factor,
+    ADDS: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The sum of a tile of a layer, ``[8, groups]``; where it will not be added, damage is marked.
+
+    A thread has whole groups of eight codes, so that a word is read once for all of them.
+    """
+    # minus zero, which a literal would not be, changes nothing that it is added to
+    start = -2147483648 if ADDS else 0
+    total = tl.full((8, TILE // 8), start, tl.int32).to(tl.float32, bitcast=True)
+    for number in range(count):
+        row = places + (number * layers + layer) * PLACES
+        bits, wrong = tl.load(row + 3).to(tl.int32), tl.load(row + 5)
+        if bits == NONFINITE:
+            total = tl.full((8, TILE // 8), float("nan"), tl.float32)
+        elif wrong == 0:
+            alphabet = tl.load(row + 4).to(tl.int32)
+            values, top, worst = decode_tile(row, bits, alphabet, begin, left, NORM, BLOCK, TILE)
+            total = total + factor * values
+            if not ADDS:
+                damaged = is_damaged(row, bits, alphabet, top, worst, begin, numel, TILE)
+                tl.store(row + 5, 1, mask=damaged)
+    return total
+
+
+@entry
 def add_decoded(
     numels,
     tile_layers,
     first_tiles,
     places,
     outs,
+    alike,
     first_wrong,
+    tiles,
     layers,
     count,
     scale,
@@ -590,42 +725,32 @@ def add_decoded(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add ``scale`` times what the bodies hold, one after the other; or write the sum, of zeros on.
+    """Add ``scale``, which is its bits, times what the bodies hold, one after the other; or write that.
 
     Where it adds, there is one body, and layers from ``first_wrong`` on are left alone; where it
-    writes, damage is looked for as well. A layer that is marked in a body becomes NaN. A thread has
-    whole groups of eight codes, so that a word is read once for all of them.
+    writes, layers that are ``alike`` are. A layer that is marked in a body becomes NaN.
     """
-    tile = tl.program_id(0)
-    layer = tl.load(tile_layers + tile)
-    last = layers + 0
-    if ADDS:
-        last = tl.load(first_wrong).to(tl.int32)
-    if layer < last:
-        numel = tl.load(numels + layer)
-        begin = (tile - tl.load(first_tiles + layer)) * TILE
-        left = tl.minimum(numel - begin, TILE).to(tl.int32)
-        # minus zero, which a literal would not be, changes nothing that it is added to
-        start = -2147483648 if ADDS else 0
-        total = tl.full((8, TILE // 8), start, tl.int32).to(tl.float32, bitcast=True)
-        for number in range(count):
-            row = places + (number * layers + layer) * PLACES
-            bits, wrong = tl.load(row + 3).to(tl.int32), tl.load(row + 5)
-            if bits == NONFINITE:
-                total = tl.full((8, TILE // 8), float("nan"), tl.float32)
-            elif wrong == 0:
-                alphabet = tl.load(row + 4).to(tl.int32)
-                values, top, worst = decode_tile(row, bits, alphabet, begin, left, NORM, BLOCK, TILE)
-                total = total + scale * values
-                if not ADDS:
-                    damaged = is_damaged(row, bits, alphabet, top, worst, begin, numel, TILE)
-                    tl.store(row + 5, 1, mask=damaged)
-        i = tl.arange(0, TILE)
-        out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i
-        added = tl.reshape(tl.trans(total), (TILE,))
+    factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        layer = tl.load(tile_layers + tile)
+        last = layers + 0
         if ADDS:
-            added = tl.load(out, mask=i < left, other=0.0) + added
-        tl.store(out, added, mask=i < left)
+            last = tl.load(first_wrong).to(tl.int32)
+        elif tl.load(alike + layer) > 0:
+            last = layer * 0
+        if layer < last:
+            numel = tl.load(numels + layer)
+            begin = (tile - tl.load(first_tiles + layer)) * TILE
+            left = tl.minimum(numel - begin, TILE).to(tl.int32)
+            total = decoded_total(
+                places, layer, layers, count, begin, left, numel, factor, ADDS, NORM, BLOCK, TILE
+            )
+            i = tl.arange(0, TILE)
+            out = tl.load(outs + layer).to(tl.pointer_type(tl.float32)) + begin + i
+            added = tl.reshape(tl.trans(total), (TILE,))
+            if ADDS:
+                added = tl.load(out, mask=i < left, other=0.0) + added
+            tl.store(out, added, mask=i < left)
 
 
 # --- others --------------------------------------------------------------------------------------

@@ -34,12 +34,18 @@ FEW = tl.constexpr(32)
 
 
 @triton.jit
-def load_tile(x, row, tile, GRADS: tl.constexpr, TILE: tl.constexpr):
+def elements_of(row):
+    """What is selected from of a segment."""
+    return tl.load(row).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def load_tile(row, tile, GRADS: tl.constexpr, TILE: tl.constexpr):
     """(element of each place, which places there are, what they hold with the gradient added)."""
     first = (tile - tl.load(row + 3)) * TILE
     i = tl.arange(0, TILE)
     mask = i < tl.load(row + 1) - first
-    total = tl.load(x + tl.load(row) + first + i, mask=mask, other=0.0)
+    total = tl.load(elements_of(row) + first + i, mask=mask, other=0.0)
     if GRADS:
         total = total + load_gradient(tl.load(row + 2), first, i, mask, GRADS)
     return first + i, mask, total
@@ -86,7 +92,6 @@ def tiles_of_part(part, part_spans, part_numbers, span_tiles):
 
 @entry
 def sample(
-    x,
     table,
     tile_segments,
     asked,
@@ -113,7 +118,8 @@ def sample(
     first += (size - tl.minimum(size, SAMPLE)) * (tile % 7) // 7
     i = tl.arange(0, SAMPLE)[None, :]
     mask = there[:, None] & (i < size[:, None])
-    total = tl.load(x + (tl.load(row) + first)[:, None] + i, mask=mask, other=0.0)
+    x = tl.load(row, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    total = tl.load((x + first)[:, None] + i, mask=mask, other=0.0)
     if GRADS:
         total = total + load_gradient(tl.load(row + 2)[:, None], first[:, None], i, mask, GRADS)
     quarter = (magnitude_bits(total) >> SAMPLE_SHIFT) - LOWEST_BIN
@@ -143,7 +149,6 @@ def write_candidates(e, total, kept, span, tile, asked, listed, places, values, 
 
 @entry
 def sift(
-    x,
     table,
     tile_segments,
     asked,
@@ -159,14 +164,14 @@ def sift(
     GRADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The pass over the gradients: the sums into ``x``, and candidates into the lists.
+    """The pass over the gradients: the sums into their place, and candidates into the lists.
 
     A tile with a NaN or an Inf is left as it is, and marks its layer.
     """
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
     span = tl.load(row + 5)
-    e, mask, total = load_tile(x, row, tile, GRADS, TILE)
+    e, mask, total = load_tile(row, tile, GRADS, TILE)
     size = magnitude_bits(total)  # 0 where there is no element
     if tl.max(size, 0) >= INF:
         tl.store(bad + tl.load(row + 4), 1)
@@ -174,7 +179,7 @@ def sift(
         tl.store(found + tile, -1)
     else:
         if GRADS:
-            tl.store(x + tl.load(row) + e, total, mask=mask)
+            tl.store(elements_of(row) + e, total, mask=mask)
         kept = size >= tl.load(floors + span)
         write_candidates(e, total, kept, span, tile, asked, listed, places, values, firsts, found)
         wide = total.to(tl.float64)
@@ -191,7 +196,6 @@ def is_short(asked, floors, listed, span):
 
 @entry
 def sift_again(
-    x,
     table,
     tile_segments,
     asked,
@@ -213,7 +217,7 @@ def sift_again(
         for tile in range(first + tl.program_id(1), end, tl.num_programs(1)):
             if tl.load(found + tile) >= 0:
                 row = table + tl.load(tile_segments + tile) * FIELDS
-                e, _, total = load_tile(x, row, tile, 0, TILE)
+                e, _, total = load_tile(row, tile, 0, TILE)
                 kept = magnitude_bits(total) > 0
                 write_candidates(
                     e, total, kept, span, tile, asked, listed_again, places, values, firsts, found
@@ -442,11 +446,11 @@ def energy_of_selected(part_spans, part_numbers, span_tiles, values, targets, se
 
 
 @entry
-def take_back(x, table, tile_segments, bad, found, GRADS: tl.constexpr, TILE: tl.constexpr):
+def take_back(table, tile_segments, bad, found, GRADS: tl.constexpr, TILE: tl.constexpr):
     """Of marked layers: subtract the gradient again where it was added."""
     tile = tl.program_id(0)
     row = table + tl.load(tile_segments + tile) * FIELDS
     if (tl.load(bad + tl.load(row + 4)) > 0) & (tl.load(found + tile) >= 0):
-        e, mask, total = load_tile(x, row, tile, 0, TILE)
+        e, mask, total = load_tile(row, tile, 0, TILE)
         grad = load_gradient(tl.load(row + 2), 0, e, mask, GRADS)
-        tl.store(x + tl.load(row) + e, total - grad, mask=mask)
+        tl.store(elements_of(row) + e, total - grad, mask=mask)
