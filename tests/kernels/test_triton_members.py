@@ -275,3 +275,30 @@ def test_a_sum_finds_digits_after_the_last_of_a_whole_tile(numel: int) -> None:
     body[-1] = 242  # five digits of 2, where three or four are left
     with pytest.raises(WireError, match="after the last code"):
         quantized.decompress_sum_([ReceivedBody(body, 0, rule.tables)], [out], 1.0, rule)
+
+
+@pytest.mark.parametrize("rounding", [Rounding.uniform, Rounding.powers])
+@pytest.mark.parametrize("block", [8, 100, 512, 2048])
+def test_a_sum_is_the_references_for_codes_of_all_sizes(rounding: Rounding, block: int) -> None:
+    """Also where bodies have other sizes of the same layer, and where one is marked."""
+    from hvd_adaptive.kernels.reference import quantized as reference
+    from hvd_adaptive.kernels.triton import quantized
+
+    rule = QuantizationRule(Norm.max, rounding, block=block)
+    sizes = [1500, 3, 0, 2048, 700]
+    offsets, bodies = np.cumsum([0, *sizes]), []
+    for rank, widths in enumerate([(4, 3, 2, 5, 8), (4, 3, 2, 5, 1), (4, 2, 2, 5, 8)]):
+        x = torch.from_numpy(numbers("normal", sum(sizes), rank))
+        if rank == 1:
+            x[3600] = torch.nan  # of the last layer
+        body, _ = reference.compress_(x, offsets, np.array(widths), rule, rule.tables)
+        bodies.append(ReceivedBody(body, 0, rule.tables))
+    for count in (1, 2, 3):
+        outs = [[torch.full((size,), 9.0) for size in sizes] for _ in range(2)]
+        marks = [
+            module.decompress_sum_(bodies[:count], out, 0.3, rule)
+            for module, out in zip((quantized, reference), outs, strict=True)
+        ]
+        assert marks[0].tolist() == marks[1].tolist() == [0, 0, 0, 0, int(count > 1)]
+        found, expected = (torch.cat(out) for out in outs)
+        assert np.array_equal(bits(found), bits(expected))

@@ -43,7 +43,7 @@ from hvd_adaptive.kernels.triton.launching import (
 )
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import WireError
-from hvd_adaptive.wire.quantized import NONFINITE, QuantizationRule, Tables, layer_bytes
+from hvd_adaptive.wire.quantized import NONFINITE, QuantizationRule, Rounding, Tables, layer_bytes
 
 __all__ = [
     "compress_",
@@ -65,7 +65,7 @@ _TILE = 512
 """Elements of a program, unless a block has more."""
 _PER_THREAD = 16
 """Elements of a thread: with many there are too few threads to hide the memory's latency."""
-_DECODED = 2048
+_DECODED = 1024
 """Elements of a program that decodes."""
 _PROGRAMS = 1024
 """That look for layers whose bodies are not alike."""
@@ -276,6 +276,8 @@ class _Received:
     ) -> None:
         self._device, self._count, self._layers, self._numels = device, count, len(numels), numels
         self._shape = {"NORM": int(rule.norm), "BLOCK": rule.block, "TILE": _DECODED}
+        self._groups = rule.block % _WHOLE_BYTES == 0
+        self._even = rule.rounding is Rounding.uniform
         self._tiles = tiles_of(numels, _DECODED, device)
         self._norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
 
@@ -303,14 +305,17 @@ class _Received:
         if use is not Use.sum:
             self._launch(jit.find_damage, (self._tiles.count, self._count), *placed, layers)
             found = self._concluded(places)
-        alike = torch.zeros(layers, dtype=torch.int64, device=self._device)
+        alike = torch.zeros(layers + 1, dtype=torch.int64, device=self._device)
+        alike[-1:] = int(not self._groups)
         programs = self._tiles.count
-        if use is Use.sum and self._shape["BLOCK"] % _WHOLE_BYTES == 0:
+        if use is Use.sum and self._groups:
             programs = min(programs, _PROGRAMS)  # hardly any layer is left
-            launch(*(jit.find_alike, (layers,), self._device, places, alike, layers, self._count))
+            looked_at = (places, alike, layers, self._count)
+            launch(*(jit.find_alike, (layers,), self._device, *looked_at), EVEN=self._even)
             self._launch(
                 *(jit.add_alike, (self._tiles.count,), *placed, outs, alike),
                 *(layers, self._count, scale),
+                EVEN=self._even,
             )
         if use is not Use.check:
             first_wrong = numels if found is None else found[-1:]  # where it sums it is not looked at

@@ -34,11 +34,13 @@ _FIELDS = 8
 """Columns of the table of places."""
 _WARPS = 2
 """Of a program that decodes positions: it has 512 bits in hand."""
-_SUMMED = 4096
+_PLACED, _PLACE_WARPS = 512, 4
+"""Values that are placed at once, and warps for them."""
+_SUMMED = 8192
 """Outputs of a program that writes a sum."""
-_SUM_WARPS = 2
+_SUM_WARPS = 4
 """Of such a program."""
-_ADDED = 64
+_ADDED = 128
 """Values that it adds at once."""
 _SOUGHT = 128
 """Tiles of a program that looks for where their values begin."""
@@ -158,7 +160,7 @@ class ReceivedSparse:
         source = (self._bodies, sizes, self._places, self._slots, self._indices, totals, *shape)
         grid = (layout.room, layout.count)
         launch(jit.decode_positions, grid, device, *source, num_warps=_WARPS)
-        launch(jit.place_and_check, grid, device, *source, SIZE=_SIZE)
+        launch(jit.place_and_check, grid, device, *source, SIZE=_PLACED, num_warps=_PLACE_WARPS)
         launch(
             *(jit.summarize, (1,), device, self._places, self.found, layout.count, layout.spans),
             SIZE=256,
@@ -182,7 +184,7 @@ class ReceivedSparse:
 
     def _write_sums(self) -> None:
         layout, tiles = self._layout, self._layout.tiles
-        starts = torch.empty((layout.count, tiles.count, 2), dtype=torch.int32, device=layout.device)
+        starts = torch.empty((layout.count, tiles.count), dtype=torch.int32, device=layout.device)
         source = (self._bodies, self._places, self._indices, self._sizes, tiles.layers, tiles.first)
         launch(
             *(jit.find_starts, (-(-tiles.count // _SOUGHT), layout.count), layout.device, *source),

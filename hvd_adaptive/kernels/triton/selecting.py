@@ -30,7 +30,7 @@ _TILE = 1024
 """Elements of a program that reads all of them."""
 _WARPS = 1
 """Of such a program, which then need not wait for one another."""
-_SHARE_WARPS = 1
+_SHARE_WARPS = 4
 """Of a program that looks at the candidates of some tiles."""
 _SAMPLED = 64
 """Of as many elements one is in the sample."""

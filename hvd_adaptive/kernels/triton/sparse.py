@@ -79,7 +79,7 @@ position_bits = reference.position_bits
 
 Int64s = npt.NDArray[np.int64]
 
-_WARPS = 4
+_WARPS = 2
 """Of a program that has a block of 256 values."""
 
 

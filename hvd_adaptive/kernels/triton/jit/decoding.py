@@ -517,7 +517,7 @@ def find_starts(
     TILE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Of each tile of the outputs, where its values begin and end in a body's list of its layer."""
+    """Of each tile of the outputs, where its values begin in a body's list of its layer."""
     number = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there = tile < tiles
@@ -526,9 +526,7 @@ def find_starts(
     count = tl.load(row + 2, mask=there, other=0)
     own = indices + tl.load(row + 6, mask=there, other=0)
     begin = (tile - tl.load(first_tiles + span, mask=there, other=0)) * TILE
-    place = starts + 2 * (number * tiles + tile)
-    tl.store(place, first_from(own, count, begin).to(tl.int32), mask=there)
-    tl.store(place + 1, first_from(own, count, begin + TILE).to(tl.int32), mask=there)
+    tl.store(starts + number * tiles + tile, first_from(own, count, begin).to(tl.int32), mask=there)
 
 
 @entry
@@ -558,16 +556,16 @@ def write_sums(
         factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
         begin = (tile - tl.load(first_tiles + span)) * TILE
         out = tl.load(outs + span).to(tl.pointer_type(tl.float32))
-        i = tl.arange(0, TILE)
-        tl.store(
-            out + begin + i, tl.zeros((TILE,), tl.float32), mask=i < tl.load(numels + span) - begin
-        )
+        i, left = tl.arange(0, TILE), tl.load(numels + span) - begin
+        tl.store(out + begin + i, tl.zeros((TILE,), tl.float32), mask=i < left)
         for number in range(count):
             row = places + (number * spans + span) * FIELDS
             data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
             own, start, code = indices + tl.load(row + 6), tl.load(row + 1), tl.load(row + 3)
-            bounds = starts + 2 * (number * tl.num_programs(0) + tile)
-            end = tl.load(bounds + 1)
+            bounds = starts + (number * tl.num_programs(0) + tile)
+            end = tl.load(row + 2).to(tl.int32)
+            if left > TILE:
+                end = tl.load(bounds + 1)
             tl.debug_barrier()
             for first in range(tl.load(bounds), end, SIZE):
                 place = first + tl.arange(0, SIZE)

@@ -52,8 +52,8 @@ PLACES = tl.constexpr(6)
 
 Addresses of the first norm, the first code and the levels; bits, how many levels, what is wrong.
 """
-AT_ONCE = tl.constexpr(2)
-"""Bodies that are read together."""
+TAG = tl.constexpr(0x4B000000)
+"""Makes 8388608 and a code of its bits, as a float32."""
 SMALLEST = tl.constexpr(1.1754943508222875e-38)
 """The least float32 that has all its bits: 2^-126."""
 
@@ -406,8 +406,8 @@ def bits_from(address, bits, there):
 
 
 @triton.jit
-def unpacked(address, first, g, left, bits, WIDE: tl.constexpr):
-    """Eight packed codes of each group of eight, ``[8, groups]``; 0 where there is none.
+def packed_words(address, first, g, left, bits, WIDE: tl.constexpr):
+    """The bits of each group of eight packed codes; 0 where there is none.
 
     Args:
         address: of the codes of a layer.
@@ -419,18 +419,26 @@ def unpacked(address, first, g, left, bits, WIDE: tl.constexpr):
     """
     own = tl.minimum(tl.maximum(left - 8 * g, 0), 8) * bits  # bits of the group
     byte = address + first * bits + g * bits
-    shift = tl.arange(0, 8) * bits
     # what lies behind the last code is not its layer's
     if WIDE:
         low = bits_from(byte, tl.minimum(own, 32), own > 0) & 0xFFFFFFFF
         high = bits_from(byte + 4, own - 32, own > 32) & 0xFFFFFFFF
         word = low | (high << 32)
         word = word & ((word * 0 - 1) >> (64 - tl.maximum(own, 1)).to(tl.uint64))
-        codes = (word[None, :] >> shift.to(tl.uint64)[:, None]).to(tl.int32)
     else:
-        half = bits_from(byte, own, own > 0).to(tl.uint32)
-        half = half & ((half * 0 - 1) >> (32 - tl.maximum(own, 1)).to(tl.uint32))
-        codes = (half[None, :] >> shift.to(tl.uint32)[:, None]).to(tl.int32)
+        word = bits_from(byte, own, own > 0).to(tl.uint32)
+        word = word & ((word * 0 - 1) >> (32 - tl.maximum(own, 1)).to(tl.uint32))
+    return word
+
+
+@triton.jit
+def unpacked(words, bits, WIDE: tl.constexpr):
+    """Eight codes of each group, ``[8, groups]``."""
+    shift = (tl.arange(0, 8) * bits)[:, None]
+    if WIDE:
+        codes = (words[None, :] >> shift.to(tl.uint64)).to(tl.int32)
+    else:
+        codes = (words[None, :] >> shift.to(tl.uint32)).to(tl.int32)
     return codes & ((1 << bits) - 1)
 
 
@@ -485,9 +493,9 @@ def decode_tile(
     if alphabet == 3:
         found = load_digits(codes, begin, e, e < left)
     elif bits > 4:
-        found = unpacked(codes, begin // 8, g, left, bits, True)
+        found = unpacked(packed_words(codes, begin // 8, g, left, bits, True), bits, True)
     else:
-        found = unpacked(codes, begin // 8, g, left, bits, False)
+        found = unpacked(packed_words(codes, begin // 8, g, left, bits, False), bits, False)
     if BLOCK % 8 == 0:
         block = base + (inside + 8 * g) // BLOCK
         first, second = load_norms(norms, block, 8 * g < left, NORM)
@@ -550,43 +558,104 @@ def find_damage(
 
 
 @entry
-def find_alike(places, alike, layers, count):
-    """The bits of a layer's codes where all bodies have the same, in powers of two; else 0."""
+def find_alike(places, alike, layers, count, EVEN: tl.constexpr):
+    """The bits of a layer's codes where all bodies have the same, in powers of two; else 0.
+
+    ``alike`` ends with whether there is one where they have not. Where levels are ``EVEN``, those of
+    one bit are not: they are -1 and 1.
+    """
     layer = tl.program_id(0)
     first = places + layer * PLACES
     bits = tl.load(first + 3)
     same = (tl.load(first + 4) != 3) & (bits != NONFINITE)
+    if EVEN:
+        same = same & (bits > 1)
     for number in range(count):
         row = places + (number * layers + layer) * PLACES
         same = same & (tl.load(row + 3) == bits) & (tl.load(row + 5) == 0)
     tl.store(alike + layer, tl.where(same, bits, 0))
+    tl.store(alike + layers, 1, mask=same == 0)
 
 
 @triton.jit
-def groups_of(
+def loaded(
     row,
     bits,
     begin,
     left,
-    factor,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """(``factor`` times values, ``[8, groups]``; of each group the largest code, the norm's bits)."""
+    """(the bits of each group of eight codes, both of its norms) of a tile.
+
+    ``[groups]``; the norms are numbers where the tile lies in one block.
+    """
     g = tl.arange(0, TILE // 8)
     base = begin // BLOCK
-    block = base + ((begin - base * BLOCK).to(tl.int32) + 8 * g) // BLOCK
-    codes = unpacked(tl.load(row + 1), begin // 8, g, left, bits, WIDE)
-    first, second = load_norms(tl.load(row), block, 8 * g < left, NORM)
+    words = packed_words(tl.load(row + 1), begin // 8, g, left, bits, WIDE)
+    if BLOCK % TILE == 0:
+        first, second = load_norms(tl.load(row), base, left > 0, NORM)
+    else:
+        block = base + ((begin - base * BLOCK).to(tl.int32) + 8 * g) // BLOCK
+        first, second = load_norms(tl.load(row), block, 8 * g < left, NORM)
+    return words, first, second
+
+
+@triton.jit
+def even_steps(bits):
+    """(the middle code as a float32 that codes are, parts of a level) of codes of at least two bits.
+
+    Levels are ``a / top`` for whole numbers ``a``, as float32. ``a / (top + 1)`` is exact, and what is
+    left of ``a / top`` is so small that the sum is rounded as the quotient is; a quotient, or a look-up
+    in a table, would take longer.
+    """
+    top = ((bits * 0 + 1) << (bits - 1)) - 1
+    wide = top.to(tl.float32)
+    share = tl.div_rn(wide * 0.0 + 1.0, wide + 1.0)
+    return (8388608 + top).to(tl.float32), share, tl.div_rn(wide * 0.0 + 1.0, wide) * share
+
+
+@triton.jit
+def added(
+    total,
+    wrong,
+    row,
+    words,
+    first,
+    second,
+    bits,
+    factor,
+    middle,
+    share,
+    rest,
+    NORM: tl.constexpr,
+    ALONE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """(``total`` and ``factor`` times values; of each group whether it is damaged)."""
+    codes = unpacked(words, bits, WIDE)
+    alphabet = tl.load(row + 4).to(tl.int32)
+    if EVEN:
+        codes = codes | TAG
+        alphabet = alphabet | TAG
+    norms, others = first, second
+    if not ALONE:
+        norms, others = first[None, :], second[None, :]
     if NORM == SIDES:
-        values = tl.where(codes > 0, second[None, :], -first[None, :])
+        values = tl.where(codes > 0, others, -norms)
+    elif EVEN:
+        number = codes.to(tl.float32, bitcast=True) - middle
+        values = (number * share + number * rest) * norms
     else:
         levels = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-        values = tl.load(levels + codes) * first[None, :]
+        values = tl.load(levels + codes) * norms
     norm = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
-    return factor * values, tl.max(codes, 0), tl.minimum(norm, INF).to(tl.int32)
+    impossible = tl.minimum(norm, INF).to(tl.int32) >= INF
+    wrong = wrong | ((tl.max(codes, 0) >= alphabet) | impossible).to(tl.int32)
+    return total + factor * values, wrong
 
 
 @triton.jit
@@ -600,28 +669,59 @@ def sum_alike(
     numel,
     factor,
     NORM: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """(sum of a tile of layers with codes of the same size, whether one is damaged).
 
-    Several bodies are read before the first is added, or a program would wait for each.
+    Two bodies are read before the first is added, or a program would wait for each. Where there is no
+    second one, zeros are added.
     """
     total = tl.zeros((8, TILE // 8), tl.float32)
     wrong = tl.zeros((TILE // 8,), tl.int32)
-    together = count // AT_ONCE * AT_ONCE
-    for number in range(0, together, AT_ONCE):
-        for more in tl.static_range(AT_ONCE):
-            row = rows + (number + more) * step
-            values, top, norm = groups_of(row, bits, begin, left, factor, NORM, BLOCK, TILE, WIDE)
-            total = total + values
-            wrong = wrong | ((top >= tl.load(row + 4).to(tl.int32)) | (norm >= INF)).to(tl.int32)
-    for number in range(together, count):
+    middle, share, rest = even_steps(bits)
+    for number in range(0, count, 2):
         row = rows + number * step
-        values, top, norm = groups_of(row, bits, begin, left, factor, NORM, BLOCK, TILE, WIDE)
-        total = total + values
-        wrong = wrong | ((top >= tl.load(row + 4).to(tl.int32)) | (norm >= INF)).to(tl.int32)
+        other = rows + tl.minimum(number + 1, count - 1) * step
+        more = tl.where(number + 1 < count, left, 0)
+        words, first, second = loaded(row, bits, begin, left, NORM, BLOCK, TILE, WIDE)
+        others, third, fourth = loaded(other, bits, begin, more, NORM, BLOCK, TILE, WIDE)
+        total, wrong = added(
+            total,
+            wrong,
+            row,
+            words,
+            first,
+            second,
+            bits,
+            factor,
+            middle,
+            share,
+            rest,
+            NORM,
+            BLOCK % TILE == 0,
+            EVEN,
+            WIDE,
+        )
+        total, wrong = added(
+            total,
+            wrong,
+            other,
+            others,
+            third,
+            fourth,
+            bits,
+            factor,
+            middle,
+            share,
+            rest,
+            NORM,
+            BLOCK % TILE == 0,
+            EVEN,
+            WIDE,
+        )
     damaged = tl.max(wrong, 0) > 0
     if begin + TILE >= numel:
         for number in range(count):
@@ -642,6 +742,7 @@ def add_alike(
     count,
     scale,
     NORM: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -658,11 +759,11 @@ def add_alike(
         step = layers * PLACES
         if bits > 4:
             total, damaged = sum_alike(
-                rows, step, count, bits, begin, left, numel, factor, NORM, BLOCK, TILE, True
+                rows, step, count, bits, begin, left, numel, factor, NORM, EVEN, BLOCK, TILE, True
             )
         else:
             total, damaged = sum_alike(
-                rows, step, count, bits, begin, left, numel, factor, NORM, BLOCK, TILE, False
+                rows, step, count, bits, begin, left, numel, factor, NORM, EVEN, BLOCK, TILE, False
             )
         tl.store(rows + 5, 1, mask=damaged)
         i = tl.arange(0, TILE)
@@ -731,7 +832,10 @@ def add_decoded(
     writes, layers that are ``alike`` are. A layer that is marked in a body becomes NaN.
     """
     factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    last_tile = tiles + 0
+    if not ADDS:
+        last_tile *= tl.load(alike + layers).to(tl.int32)
+    for tile in range(tl.program_id(0), last_tile, tl.num_programs(0)):
         layer = tl.load(tile_layers + tile)
         last = layers + 0
         if ADDS:
