@@ -95,6 +95,9 @@ def run_everything() -> None:
     body, _ = quantized.compress_(x.clone(), one, np.array([5]), odd, odd.tables, [x])
     quantized.decompress_sum_([ReceivedBody(body, 0, odd.tables)], [torch.zeros(300)], 1.0, odd)
     quantized.decompress_add_(body, 0, [torch.zeros(300)], 1.0, odd, odd.tables)
+    large = QuantizationRule(Norm.max, Rounding.uniform, block=2048)  # more than a tile
+    body, _ = quantized.compress_(x.clone(), one, np.array([5]), large, large.tables)
+    quantized.decompress_sum_([ReceivedBody(body, 0, large.tables)], [torch.zeros(300)], 1.0, large)
     quantized.round_at_random_(torch.empty(300, dtype=torch.bfloat16), x, 5)
     more, _ = sparse.compress_(x.clone(), one, np.array([10]), ValueFormat.fp32)
     sparse.recompress_(more, x.clone(), one, np.array([3]), ValueFormat.fp32)

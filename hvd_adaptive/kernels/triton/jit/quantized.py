@@ -611,7 +611,7 @@ def even_steps(bits):
     left of ``a / top`` is so small that the sum is rounded as the quotient is; a quotient, or a look-up
     in a table, would take longer.
     """
-    top = ((bits * 0 + 1) << (bits - 1)) - 1
+    top = tl.maximum(((bits * 0 + 1) << (bits - 1)) - 1, 1)  # of one bit it is not asked for
     wide = top.to(tl.float32)
     share = tl.div_rn(wide * 0.0 + 1.0, wide + 1.0)
     return (8388608 + top).to(tl.float32), share, tl.div_rn(wide * 0.0 + 1.0, wide) * share
