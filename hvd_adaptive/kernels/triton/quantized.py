@@ -29,6 +29,7 @@ from hvd_adaptive.kernels.huffman import Code
 from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody, sum_one_by_one
 from hvd_adaptive.kernels.reference import quantized as reference
 from hvd_adaptive.kernels.triton import recording
+from hvd_adaptive.kernels.triton.jit import dequantization
 from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     COPIES,
@@ -295,15 +296,19 @@ class _Received:
 
     def decode(self, use: Use, sent: Tensor) -> tuple[None, Tensor]:
         """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
-        rows, layers = self._count * int(jit.BODY_FIELDS.value), self._layers
+        rows, layers = self._count * int(dequantization.BODY_FIELDS.value), self._layers
         bodies, numels, norms, outs, scale = sent.split([rows, layers, layers, layers, 1])
         places = torch.zeros(
-            (self._count * (layers + 1), jit.PLACES.value), dtype=torch.int64, device=self._device
+            (self._count * (layers + 1), dequantization.PLACES.value),
+            dtype=torch.int64,
+            device=self._device,
         )
-        launch(*(jit.walk, (self._count,), self._device, bodies, numels, norms, places, layers))
+        launch(
+            *(dequantization.walk, (self._count,), self._device, bodies, numels, norms, places, layers)
+        )
         placed, found = (numels, self._tiles.layers, self._tiles.first, places), None
         if use is not Use.sum:
-            self._launch(jit.find_damage, (self._tiles.count, self._count), *placed, layers)
+            self._launch(dequantization.find_damage, (self._tiles.count, self._count), *placed, layers)
             found = self._concluded(places)
         alike = torch.zeros(layers + 1, dtype=torch.int64, device=self._device)
         alike[-1:] = int(not self._groups)
@@ -311,16 +316,16 @@ class _Received:
         if use is Use.sum and self._groups:
             programs = min(programs, _PROGRAMS)  # hardly any layer is left
             looked_at = (places, alike, layers, self._count)
-            launch(*(jit.find_alike, (layers,), self._device, *looked_at), EVEN=self._even)
+            launch(*(dequantization.find_alike, (layers,), self._device, *looked_at), EVEN=self._even)
             self._launch(
-                *(jit.add_alike, (self._tiles.count,), *placed, outs, alike),
+                *(dequantization.add_alike, (self._tiles.count,), *placed, outs, alike),
                 *(layers, self._count, scale),
                 EVEN=self._even,
             )
         if use is not Use.check:
             first_wrong = numels if found is None else found[-1:]  # where it sums it is not looked at
             self._launch(
-                *(jit.add_decoded, (programs,), *placed, outs, alike, first_wrong),
+                *(dequantization.add_decoded, (programs,), *placed, outs, alike, first_wrong),
                 *(self._tiles.count, layers, self._count, scale),
                 ADDS=use is Use.add,
             )
@@ -334,7 +339,7 @@ class _Received:
     def _concluded(self, places: Tensor) -> Tensor:
         found = torch.empty(self._layers + 2, dtype=torch.int64, device=self._device)
         launch(
-            *(jit.conclude, (1,), self._device, places, found, self._layers, self._count),
+            *(dequantization.conclude, (1,), self._device, places, found, self._layers, self._count),
             SIZE=256,
         )
         return found
