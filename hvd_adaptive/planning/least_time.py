@@ -105,7 +105,7 @@ class TimeLimits(Limits):
             found += self._compressed(min(found, key=lambda each: each.seconds))
             found += [
                 each
-                for each in self._in_force
+                for each in self.in_force
                 if not any(_same(each.choice, other.choice) for other in found)
             ]
         return tuple(sorted(found, key=lambda each: each.seconds))
@@ -135,7 +135,7 @@ class TimeLimits(Limits):
         bound = min((each.cautious for each in able), default=0.0) + AS_FAST * dense.seconds
         able = [each for each in able if each.cautious < bound]
         best = min(able, key=lambda each: self.loss(each.choice), default=dense)
-        for own in self._in_force:
+        for own in self.in_force:
             if any(_same(own.choice, each.choice) for each in able):
                 return own if self.loss(own.choice) <= AS_GOOD * self.loss(best.choice) else best
             if best.dense and own.seconds < dense.seconds:
@@ -143,7 +143,7 @@ class TimeLimits(Limits):
         return best
 
     @functools.cached_property
-    def _in_force(self) -> tuple[Contender, ...]:
+    def in_force(self) -> tuple[Contender, ...]:
         """The choice in force, if there is one and it keeps the limits."""
         if self.current is None or self.only_dense:
             return ()

@@ -60,6 +60,8 @@ class World:
     """As they would be on a machine of the same speed at all times."""
     projects: bool = False
     """Whether topk stands for low rank: a share of the dimensions is sent, and not of the elements."""
+    rate: float = 0.1
+    """Of learning."""
     held: float = 1.0
     """What residuals hold, of what they should."""
     compressed: list[bool] = field(default_factory=list)
@@ -137,6 +139,7 @@ class World:
                     seconds=seconds,
                     compute_seconds=seconds - parts.exposed * speed,
                     plan=self.plans,
+                    learning_rate=self.rate,
                     loss=None if loss is None else loss(self.step, compresses),
                     horizon=horizon,
                 )
@@ -208,7 +211,7 @@ def test_where_compressing_takes_longer_than_it_saves_the_limits_are_not_to_blam
 
 def test_limits_are_not_used_up_where_that_saves_next_to_nothing() -> None:
     """Communication is hidden behind the backward pass at half of the limits already."""
-    world = World("auto:noise=1e-9,delay=0.05", mbit=300.0).run(1200)
+    world = World("auto:noise=1e-9,delay=0.05", mbit=300.0).run(1600)
     report = world.decisions[-1].report
     assert "topk" in world.used()
     assert 0 < report["delay"] <= 0.5 * report["max_delay"] * (1 + 1e-9)
@@ -362,8 +365,20 @@ def test_what_stays_dense_is_looked_at_ever_more_seldom() -> None:
     dense, compressed = World(mbit=1e5).run(4000), World(mbit=100.0).run(4000)
     assert [after - before for before, after in pairwise(plans_at(dense))][-1] == 800
     assert len(plans_at(dense)) <= 8
-    assert {each.report["patience"] for each in compressed.decisions} == {1.0}
-    assert max(after - before for before, after in pairwise(plans_at(compressed))) <= 100
+    kept = [(after - before) / before for before, after in pairwise(plans_at(compressed))]
+    assert max(kept) <= 0.5  # as much more may wait by then
+    assert len(kept) < 30
+
+
+def test_another_learning_rate_ends_patience() -> None:
+    """Errors and noise may be others."""
+    world = World(mbit=100.0).run(4000)
+    assert world.planner.budget.patience > 1
+    planned = len(world.planned)
+    world.rate *= 0.1
+    world.run(50)
+    assert len(world.planned) > planned
+    assert world.planner.budget.patience == 1
 
 
 def test_patience_ends_where_the_network_becomes_slow() -> None:
@@ -407,7 +422,7 @@ def test_errors_of_sketches_do_not_decide_what_may_wait() -> None:
     """By each plan's own sketches, layers would wait in turn in which no signal happens to be seen."""
     world = World("auto:metric=relative", mbit=10.0, noisy=10.0, blur=0.18).run(4000)
     withholding = [float((world.densities[each.levels] < 1).mean()) for each in world.decisions[4:]]
-    assert len(withholding) > 20
+    assert len(withholding) > 10
     assert np.mean(withholding) < 0.05
 
 

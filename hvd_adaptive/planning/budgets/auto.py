@@ -15,6 +15,7 @@ from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, Dens
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.budgets.losses import Losses, losses_of, withheld_at_first
+from hvd_adaptive.planning.budgets.patience import FILLING, Patience, in_vain
 from hvd_adaptive.planning.budgets.remeasurement import Remeasurement
 from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.explanation import explain, in_ms
@@ -66,8 +67,9 @@ class Accuracy(BudgetOptions):
     fewer elements than arrive in a step: its residual would fill up.
 
     Training starts dense. The first plan comes after some timed steps, the next ones every period and
-    whenever the allowed delay has changed much. While all stays dense, each is kept for twice as many
-    periods as the one before, up to eight. What a plan foresees is compared with its steps; two
+    whenever the allowed delay has changed much. While all stays dense, or a plan saves next to nothing
+    over the one before, each is kept for twice as many periods as the one before, up to eight; unless
+    the learning rate doubles or halves. What a plan foresees is compared with its steps; two
     windows of steps in a row that are off by 15 % have the network measured again.
 
     Args:
@@ -119,17 +121,12 @@ DRAIN = 0.25
 """Share of the steps that are left by which the delay is bounded near the end."""
 LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
-MOST_PATIENCE = 8
-"""Periods that a plan is kept at most without another look: measuring errors takes as long as a small
-step does, in vain where no compression pays."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
 NEW_SHARE = 0.25
 """What the last plan's estimate of the mean gradient counts, beside those before."""
 FACTORS = (0.05, 16.0)
 """Bounds of what layers withhold, of what they should."""
-FILLING = 50
-"""Steps for which residuals are taken to fill up at least, also where they should hold one step."""
 DRIFTS = (0.5, 3.0)
 """Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
 
@@ -153,7 +150,7 @@ class AutoBudget(Budget):
         self._since: Int64s | None = None
         self._planned_step = 0
         self._planned_delay = 0.0
-        self._patience = 1
+        self._patience = Patience()
         # what was learned
         self._factors: Float64s | None = None
         self._shares, self._shares_of = np.zeros(0), 0
@@ -188,8 +185,8 @@ class AutoBudget(Budget):
 
     @property
     def patience(self) -> int:
-        """Twice as long with each plan that leaves all dense once more."""
-        return self._patience
+        """Twice as many with each plan that leaves all dense once more, or is hardly faster."""
+        return self._patience.periods
 
     @property
     def urgent(self) -> bool:
@@ -198,7 +195,7 @@ class AutoBudget(Budget):
             return True
         if self._compresses and (self._guard.wants_dense or self._control.on):
             return True
-        if self._compared:
+        if self._compared or self._patience.ended:
             return True
         if self._step < self._planned_step + LEAST_APART:
             return False
@@ -216,6 +213,7 @@ class AutoBudget(Budget):
         self._step = facts.step
         if facts.horizon is not None:
             self._horizon = int(facts.horizon)
+        self._patience.note(facts.learning_rate)
         if facts.plan != self._plans:
             return
         if facts.loss is not None:
@@ -458,9 +456,10 @@ class AutoBudget(Budget):
             self._report["dense_seconds"] = limits.dense.seconds
             left = self._steps_left(facts.step)
             words += explain(limits, chosen, self._report, self._options.accuracy, left)
-        rests = not (asks or limits.only_dense or self._compresses) and chosen.dense and self._plans > 0
-        self._patience = min(2 * self._patience, MOST_PATIENCE) if rests else 1
-        self._report["patience"] = float(self._patience)
+        kept = facts.step - self._planned_step if self._compresses else 0
+        vain = self._plans > 0 and not asks and in_vain(limits, chosen, self._since, facts.step)
+        self._patience.judge(vain, kept, facts.step)
+        self._report["patience"] = float(self._patience.periods)
         self._take(levels, limits, chosen, facts.step)
         return tuple(words)
 
@@ -497,7 +496,7 @@ class AutoBudget(Budget):
             "since": None if self._since is None else (self._since + 1).tolist(),
             "planned_step": self._planned_step,
             "planned_delay": self._planned_delay,
-            "patience": self._patience,
+            **self._patience.to_dict(),
             "factors": None if self._factors is None else self._factors.tolist(),
             "shares": self._shares.tolist(),
             "shares_of": self._shares_of,
@@ -522,7 +521,7 @@ class AutoBudget(Budget):
         self._since = None if self._since is None else self._since - 1
         self._planned_step = int(state["planned_step"])
         self._planned_delay = float(state["planned_delay"])
-        self._patience = int(state.get("patience", 1))  # older states have none
+        self._patience = Patience.from_dict(state)
         self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
         if self._factors is not None and self._factors.ndim == 1:  # older states know one kind
             self._factors = np.stack([np.ones_like(self._factors), self._factors])
