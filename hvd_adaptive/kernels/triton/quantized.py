@@ -120,7 +120,8 @@ def compress_(
     wrong = ~np.isfinite(told[:, 0])
     if wrong.any():
         stats[wrong] = (0, 0, 1)
-        body = _give_back(layout, wrong, energies[:, 0], x, grads, body, reserve, tables)
+        tiles = energies[:, 0].isfinite()  # a copy: the next call may use the energies' memory
+        body = _give_back(layout, wrong, tiles, x, grads, body, reserve, tables)
     return body, stats
 
 
@@ -144,7 +145,7 @@ class _Layout:
         device: torch.device,
     ) -> None:
         self.rule, self._shape, numels = rule, tile_shape(rule), np.diff(offsets)
-        self.offsets, self._bits = offsets, bits
+        self.offsets = offsets
         self.tile = self._shape["ROWS"] * rule.block
         self.tiles = tiles_of(numels, self.tile, device, least=1)
         rows = zip(numels.tolist(), bits.tolist(), alphabets.tolist(), strict=True)
@@ -225,7 +226,7 @@ def _layout(
 def _give_back(
     layout: _Layout,
     wrong: npt.NDArray[np.bool_],
-    energies: Tensor,
+    taken: Tensor,
     x: Tensor,
     grads: Sequence[Tensor] | None,
     body: Tensor,
@@ -237,7 +238,7 @@ def _give_back(
     Args:
         layout: of the layers.
         wrong: which of them.
-        energies: of tiles; infinite where one was left as it is.
+        taken: whether something was, of each tile.
         x: what is left.
         grads: that were added.
         body: with bytes of all layers.
@@ -256,8 +257,8 @@ def _give_back(
         rest = x[edges[layer] : edges[layer + 1]]
         decompress_add_(part.clone(), 0, [rest], 1.0, layout.rule, tables)
         if grads is not None:
-            taken = energies[firsts[layer] : firsts[layer + 1]].isfinite()
-            added = taken.repeat_interleave(layout.tile)[: rest.numel()]
+            tiles = taken[firsts[layer] : firsts[layer + 1]]
+            added = tiles.repeat_interleave(layout.tile)[: rest.numel()]
             rest -= grads[layer].view(-1).float().where(added, 0.0)
     return torch.cat(parts)
 

@@ -226,8 +226,8 @@ def decode(
     use: Use,
     outs: Sequence[Tensor] = (),
     scale: float = 0.0,
-) -> tuple[ReceivedSparse, bool, npt.NDArray[np.uint8]]:
-    """Bodies that were used, whether one is damaged, and the marks of layers before that; waits.
+) -> tuple[ReceivedSparse | None, bool, npt.NDArray[np.uint8]]:
+    """Bodies to be listed, whether one is damaged, and the marks of layers before that; waits.
 
     Args:
         bodies: on one device.
@@ -240,11 +240,12 @@ def decode(
     """
     layout = layout_of(bodies, numels, values, whole)
 
-    def work(sent: Tensor) -> tuple[ReceivedSparse, Tensor]:
+    def work(sent: Tensor) -> tuple[ReceivedSparse | None, Tensor]:
         received = ReceivedSparse(layout, sent)
-        if use is not Use.list:
-            received.change_outs(use)
-        return received, received.found
+        if use is Use.list:
+            return received, received.found
+        received.change_outs(use)
+        return None, received.found
 
     given = layout.given(bodies, outs, scale)
     received, found = recording.run((layout, use), given, layout.device, work)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
@@ -29,8 +30,11 @@ Found = TypeVar("Found")
 Work = Callable[[Tensor], tuple[Found, Tensor]]
 """From a table on the device to what stays there, and what the host must know."""
 
-MOST = 1024
-"""Recordings that are kept; and keys that came once."""
+MOST_SEEN = 1024
+"""Keys that are remembered because they came once."""
+IDLE = 8
+"""Calls for each recording, after which one that was not replayed goes: a bucket that has a new plan
+has new recordings, and what the old ones hold is a few hundredths of its gradient."""
 
 
 def run(
@@ -55,15 +59,17 @@ def run(
     own = (device.index, stream.cuda_stream, numbers.size, key)
     recording = _recordings.get(own)
     if recording is None:
-        told_before = _seen.pop(own, None)
-        if told_before is None:
+        form = _seen.pop(own, None)
+        if form is None:
             found, told = work(upload(numbers, device))
-            _put(_seen, own, torch.empty_like(told, device="cpu", pin_memory=True))
+            _seen[own] = told.shape, told.dtype
+            if len(_seen) > MOST_SEEN:
+                _seen.popitem(last=False)
             return found, read_back(told)
-        recording = Recording(numbers.size, told_before, stream, work)
-        _put(_recordings, own, recording)
-    else:
-        _recordings.move_to_end(own)
+        _drop_idle()
+        told = torch.empty(form[0], dtype=form[1], pin_memory=True)
+        recording = _recordings[own] = Recording(numbers.size, told, stream, work)
+    recording.used = next(_calls)
     return recording.replay(numbers)
 
 
@@ -81,6 +87,8 @@ class Recording(Generic[Found]):
         given = torch.empty(size, dtype=torch.int64, pin_memory=True)
         self._pinned, self._given, self._told = (given, told), given.numpy(), told.numpy()
         self._work = work  # and with it the tensors that the graph has the addresses of
+        self.used = 0
+        """The number of its last replay."""
         self._done = torch.cuda.Event()
         self._graph, self._pool = torch.cuda.CUDAGraph(), _Pool.of(stream)
         aside = torch.cuda.Stream(stream.device)
@@ -104,15 +112,18 @@ class Recording(Generic[Found]):
         return self._found, self._told.copy()
 
 
-_recordings: collections.OrderedDict[Hashable, Recording[Any]] = collections.OrderedDict()
-_seen: collections.OrderedDict[Hashable, Tensor] = collections.OrderedDict()
+_recordings: dict[Hashable, Recording[Any]] = {}
+_seen: collections.OrderedDict[Hashable, tuple[torch.Size, torch.dtype]] = collections.OrderedDict()
+"""The form of what the host was told."""
+_calls = itertools.count()
+"""Replays, by number."""
 
 
-def _put(kept: collections.OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
-    """The oldest goes where there are too many."""
-    kept[key] = value
-    if len(kept) > MOST:
-        kept.popitem(last=False)
+def _drop_idle() -> None:
+    """Recordings that are no longer replayed."""
+    oldest = next(_calls) - IDLE * len(_recordings)
+    for key in [key for key, each in _recordings.items() if each.used < oldest]:
+        del _recordings[key]
 
 
 class _Pool:

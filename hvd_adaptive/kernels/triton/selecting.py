@@ -328,16 +328,32 @@ class Selection:
         )
         return self._energies
 
+    @property
+    def additions(self) -> Additions:
+        """What is kept of a selection whose bytes have been written."""
+        found = self._lists.found
+        return Additions(self._segments, self._table, self.nonfinite, found, self._gradients)
+
+
+class Additions(NamedTuple):
+    """Where gradients have been added; lists of candidates, as large as the layers, are not held."""
+
+    segments: Segments
+    table: Tensor
+    nonfinite: Tensor
+    found: Tensor
+    gradients: int
+
     def take_back(self) -> None:
         """Subtract the gradients of layers that are not finite, where they have been added."""
-        if not self._gradients:
-            return
-        launch(
-            *(jit.take_back, (self._segments.tiles.count,), self._device, self._table),
-            *(self._segments.tiles.layers, self.nonfinite, self._lists.found),
-            GRADS=self._gradients,
-            TILE=_TILE,
-        )
+        tiles = self.segments.tiles
+        if self.gradients:
+            launch(
+                *(jit.take_back, (tiles.count,), self.table.device, self.table, tiles.layers),
+                *(self.nonfinite, self.found),
+                GRADS=self.gradients,
+                TILE=_TILE,
+            )
 
 
 class _Lists(NamedTuple):

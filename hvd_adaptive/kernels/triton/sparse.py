@@ -47,7 +47,7 @@ from hvd_adaptive.kernels.triton.launching import (
     upload,
 )
 from hvd_adaptive.kernels.triton.receiving import Use, decode
-from hvd_adaptive.kernels.triton.selecting import Segments, Selection, segments_of
+from hvd_adaptive.kernels.triton.selecting import Additions, Segments, Selection, segments_of
 from hvd_adaptive.kernels.triton.spectra import (
     moments,
     refined_spectrum,
@@ -143,14 +143,14 @@ def _compress_(
     segments = segments_of(offsets, cuts, most, whole, device)
     gradients = gradient_code(grads)
 
-    def work(sent: Tensor) -> tuple[tuple[Selection, Tensor], Tensor]:
+    def work(sent: Tensor) -> tuple[tuple[Additions, Tensor], Tensor]:
         selection = Selection(segments, sent, gradients)
         data, ends = _encode(segments, selection, values, reserve, np.diff(cuts), selection.indices)
-        return (selection, data), _statistics(segments, selection, ends)
+        return (selection.additions, data), _statistics(segments, selection, ends)
 
     key, given = (segments, gradients, values, reserve), segments.given(x, grads, counts, floors, rule)
-    (selection, data), told = recording.run(key, given, device, work)
-    return _taken(segments, selection, data, told)
+    (additions, data), told = recording.run(key, given, device, work)
+    return _taken(additions, data, told)
 
 
 def _statistics(segments: Segments, selection: Selection, ends: Tensor) -> Tensor:
@@ -167,21 +167,20 @@ def _statistics(segments: Segments, selection: Selection, ends: Tensor) -> Tenso
 
 
 def _taken(
-    segments: Segments, selection: Selection, data: Tensor, told: npt.NDArray[np.float64]
+    additions: Additions, data: Tensor, told: npt.NDArray[np.float64]
 ) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
     """The bytes, the statistics of each layer, and where each piece ends.
 
     Args:
-        segments: of the layers.
-        selection: from them.
+        additions: of gradients, which are taken back from layers that are not finite.
         data: room with the bytes; these are copied, and the room may be used again.
         told: what :func:`_statistics` found; exact to 2^53.
     """
-    layers = segments.layers
+    layers = additions.segments.layers
     stats, places = told[: 4 * layers].reshape(layers, 4), told[4 * layers :].astype(np.int64)
     if stats[:, 3].any():
         stats[stats[:, 3] != 0, :3] = 0
-        selection.take_back()
+        additions.take_back()
     return data[: places[0]].clone(), stats, places[1:]
 
 
@@ -384,7 +383,7 @@ def recompress_(
     places = positions + starts
     x[places] = (x[places] + old).clamp(-LARGEST, LARGEST)
     told = read_back(_statistics(segments, selection, ends))
-    data, stats, _ = _taken(segments, selection, data, told)
+    data, stats, _ = _taken(selection.additions, data, told)
     return data, stats
 
 
