@@ -537,7 +537,7 @@ class ReductionKernels(Protocol):
 
         It is :meth:`QuantizedKernels.decompress_add_` of one body after the other to zeros and
         :meth:`QuantizedKernels.compress_` of the sums, bit for bit. A layer that is marked in a body,
-        or whose sum is not finite, keeps its ``x`` as it does there and sends a mark.
+        or whose sum is not finite, keeps its ``x`` bit for bit and sends a mark.
 
         Args:
             bodies: one per rank, of at least one, on one device.

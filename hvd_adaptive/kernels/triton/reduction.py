@@ -43,4 +43,8 @@ def reduce_(
         raise_damage(bodies, numels.tolist(), rule)
     rest, grads = with_kept(total, outs, offsets, x, before)
     data, stats = compress_(rest, offsets, bits, rule, tables, grads, keys, reserve)
-    return data, stats[:, 2].astype(np.uint8)
+    marks = stats[:, 2].astype(np.uint8)
+    for layer in np.flatnonzero(marks).tolist():
+        if x is not None and before is not None:  # given back up to a rounding
+            x[offsets[layer] : offsets[layer + 1]] = before[offsets[layer] : offsets[layer + 1]]
+    return data, marks
