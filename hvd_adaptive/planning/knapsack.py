@@ -384,7 +384,8 @@ class _Table:
         least = np.minimum.reduceat(amounts, starts[:-1])
         above = amounts - np.repeat(least, np.diff(starts))
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            steps = np.where(above > 0, np.ceil(above / reach * bins), 0.0)
+            # in this order: what is a whole number of bins stays one
+            steps = np.where(above > 0, np.ceil(above * bins / reach), 0.0)
         steps = np.minimum(steps, most + 1).astype(np.int64)
         found, picks = _kernels().fill(steps, prices, starts, most)
         return cls(steps, found, picks, starts)
