@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from torch import Tensor
 from hvd_adaptive.kernels.triton.jit import arithmetic
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire.quantized import Tables
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 _GRADIENTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """What :func:`hvd_adaptive.kernels.triton.jit.arithmetic.load_gradient` calls each dtype."""
@@ -104,6 +107,11 @@ def pointers(tensors: Sequence[Tensor] | None, count: int) -> npt.NDArray[np.int
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
 
 
+def scale_bits(scale: float) -> npt.NDArray[np.int64]:
+    """A float32 in a table: ``int64[1]``, as kernels load it."""
+    return np.array([np.float32(scale).view(np.int32)], np.int64)
+
+
 def gradient_code(grads: Sequence[Tensor] | None) -> int:
     """The dtype of gradients, as kernels know it; 0 if there are none."""
     return _GRADIENTS[grads[0].dtype] if grads else 0
@@ -182,14 +190,33 @@ def sums_between(parts: Tensor, ranges: Ranges) -> Tensor:
     return parts
 
 
-@functools.lru_cache(maxsize=256)
-def _kept_tiles(numels: bytes, size: int, device: torch.device, least: int) -> Tiles:
-    return Tiles(np.frombuffer(numels, np.int64), size, device, least)
+def kept(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """What is made of the same arguments again, because a bucket has the same ones at every step.
+
+    Arrays among them are of int64, and the same by what they hold.
+    """
+
+    plain: Callable[..., Made] = make
+
+    @functools.lru_cache(maxsize=256)
+    def made(*parts: Any, **named: Any) -> Made:
+        arrays = (np.frombuffer(part, np.int64) if isinstance(part, bytes) else part for part in parts)
+        return plain(*arrays, **named)
+
+    look_up: Callable[..., Made] = made
+
+    def found(*parts: Given.args, **named: Given.kwargs) -> Made:
+        known = (
+            np.ascontiguousarray(part, np.int64).tobytes() if isinstance(part, np.ndarray) else part
+            for part in parts
+        )
+        return look_up(*known, **named)
+
+    return found
 
 
-def tiles_of(numels: npt.NDArray[np.int64], size: int, device: torch.device, least: int = 0) -> Tiles:
-    """The tiles of layers; kept, because a bucket has the same ones at every step."""
-    return _kept_tiles(np.ascontiguousarray(numels, np.int64).tobytes(), size, device, least)
+tiles_of = kept(Tiles)
+"""The tiles of layers."""
 
 
 _levels: weakref.WeakKeyDictionary[Tables, dict[torch.device, tuple[Tensor, Tensor]]]

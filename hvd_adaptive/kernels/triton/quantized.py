@@ -34,11 +34,13 @@ from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     COPIES,
     gradient_code,
+    kept,
     key_words,
     launch,
     levels_of,
     pointers,
     read_back,
+    scale_bits,
     sums_between,
     tiles_of,
 )
@@ -107,9 +109,7 @@ def compress_(
     keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
     if not len(bits):
         return torch.zeros(reserve, dtype=torch.uint8, device=x.device), np.zeros((0, 3))
-    layout = _layout(
-        offsets.tobytes(), bits.tobytes(), tables.alphabets[bits].tobytes(), rule, x.device
-    )
+    layout = _layout_of(offsets, bits, tables.alphabets[bits], rule, x.device)
     body = torch.empty(reserve + layout.size, dtype=torch.uint8, device=x.device)
     given = layout.given(x, body.data_ptr() + reserve, grads, keys, dithers, tables)
     gradients = gradient_code(grads)
@@ -214,13 +214,7 @@ class _Layout:
         return energies, sums_between(energies, tiles.ranges)
 
 
-@functools.lru_cache(maxsize=256)
-def _layout(
-    offsets: bytes, bits: bytes, alphabets: bytes, rule: QuantizationRule, device: torch.device
-) -> _Layout:
-    """Kept, because a bucket has the same one at every step."""
-    first, second, third = (np.frombuffer(each, np.int64) for each in (offsets, bits, alphabets))
-    return _Layout(first, second, third, rule, device)
+_layout_of = kept(_Layout)
 
 
 def _give_back(
@@ -285,14 +279,15 @@ class _Received:
 
     def given(self, bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float) -> Int64s:
         """Rows of bodies; of layers elements, bytes of norms, and outputs; the scale's bits."""
-        kept = [(body.data, levels_of(body.tables, self._device)) for body in bodies]
+        tables = [levels_of(body.tables, self._device) for body in bodies]
         rows = [
-            (data.data_ptr(), body.start, data.numel(), levels.data_ptr(), alphabets.data_ptr())
-            for body, (data, (levels, alphabets)) in zip(bodies, kept, strict=True)
+            (body.data.data_ptr(), body.start, body.data.numel(), *pointers(table, 2).tolist())
+            for body, table in zip(bodies, tables, strict=True)
         ]
-        scaled = int(np.float32(scale).view(np.int32))
-        parts = (rows, self._numels, self._norms, pointers(outs, self._layers), scaled)
-        found: Int64s = np.concatenate([np.ravel(part) for part in parts]).astype(np.int64)
+        outputs, bits = pointers(outs, self._layers), scale_bits(scale)
+        found: Int64s = np.concatenate(
+            [np.array(rows, np.int64).ravel(), self._numels, self._norms, outputs, bits]
+        )
         return found
 
     def decode(self, use: Use, sent: Tensor) -> tuple[None, Tensor]:
@@ -354,10 +349,7 @@ class Use(enum.Enum):
     sum = enum.auto()
 
 
-@functools.lru_cache(maxsize=256)
-def _received(numels: bytes, count: int, rule: QuantizationRule, device: torch.device) -> _Received:
-    """Kept, because a bucket has the same one at every step."""
-    return _Received(np.frombuffer(numels, np.int64), count, rule, device)
+_received_of = kept(_Received)
 
 
 def decode(
@@ -370,7 +362,7 @@ def decode(
 ) -> tuple[bool, npt.NDArray[np.uint8]]:
     """Whether some of these packed bodies is damaged, and the marks of the layers."""
     device = bodies[0].data.device
-    received = _received(np.array(numels, np.int64).tobytes(), len(bodies), rule, device)
+    received = _received_of(np.array(numels, np.int64), len(bodies), rule, device)
     outs = outs or [bodies[0].data] * len(numels)
     given = received.given(bodies, outs, scale)
     _, told = recording.run((received, use), given, device, functools.partial(received.decode, use))

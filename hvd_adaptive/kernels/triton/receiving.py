@@ -12,7 +12,6 @@ is still in the cache. Where the bodies are one layer over all outputs, these ar
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +21,14 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.triton import recording
 from hvd_adaptive.kernels.triton.jit import decoding as jit
-from hvd_adaptive.kernels.triton.launching import launch, pointers, read_back, tiles_of
+from hvd_adaptive.kernels.triton.launching import (
+    kept,
+    launch,
+    pointers,
+    read_back,
+    scale_bits,
+    tiles_of,
+)
 from hvd_adaptive.wire import ValueFormat
 from hvd_adaptive.wire.sparse import GROUP
 
@@ -95,8 +101,8 @@ class SparseLayout:
         sizes = [body.numel() for body in bodies]
         rows = np.stack([pointers(bodies, self.count), np.array(sizes, np.int64), self._starts], axis=1)
         outputs = pointers(outs, self.layers) if outs else np.zeros(self.layers, np.int64)
-        scaled = np.array([np.float32(scale).view(np.int32)], np.int64)
-        found: npt.NDArray[np.int64] = np.concatenate([rows.ravel(), *self._sizes, outputs, scaled])
+        parts = [rows.ravel(), *self._sizes, outputs, scale_bits(scale)]
+        found: npt.NDArray[np.int64] = np.concatenate(parts)
         return found
 
     def split(self, sent: Tensor) -> Sequence[Tensor]:
@@ -106,15 +112,7 @@ class SparseLayout:
         return parts
 
 
-@functools.lru_cache(maxsize=256)
-def _kept_layout(
-    numels: tuple[int, ...],
-    most: tuple[int, ...],
-    values: ValueFormat | None,
-    whole: bool,
-    device: torch.device,
-) -> SparseLayout:
-    return SparseLayout(numels, most, values, whole, device)
+_layout_of = kept(SparseLayout)
 
 
 def layout_of(
@@ -124,7 +122,7 @@ def layout_of(
     # a position has a bit at least, and so has a value
     bits = 1 + (ValueFormat.sign if values is None else values).bits
     most = tuple(_rounded_up(8 * body.numel() // bits) for body in bodies)
-    return _kept_layout(tuple(numels), most, values, whole, bodies[0].device)
+    return _layout_of(tuple(numels), most, values, whole, bodies[0].device)
 
 
 def _rounded_up(number: int) -> int:
@@ -143,8 +141,7 @@ class ReceivedSparse:
 
     def __init__(self, layout: SparseLayout, sent: Tensor) -> None:
         self._layout, device = layout, layout.device
-        self._bodies, sizes, self._edges, self._outs, self._scale = layout.split(sent)
-        self._sizes = sizes
+        self._bodies, self._sizes, self._edges, self._outs, self._scale = layout.split(sent)
         rows, slots = layout.count * (layout.spans + 1) * _FIELDS, layout.count * layout.room
         zeros = torch.zeros(rows + slots, dtype=torch.int64, device=device)
         self._places, self._slots = zeros.split([rows, slots])
@@ -154,10 +151,10 @@ class ReceivedSparse:
         """Marks of spans before the first damage; whether there is some; and the span that it is in."""
         shape = (layout.spans, layout.room)
         launch(
-            *(jit.walk, (layout.count,), device, self._bodies, sizes, self._places),
+            *(jit.walk, (layout.count,), device, self._bodies, self._sizes, self._places),
             *(self._slots, *shape, layout.expected),
         )
-        source = (self._bodies, sizes, self._places, self._slots, self._indices, totals, *shape)
+        source = (self._bodies, self._sizes, self._places, self._slots, self._indices, totals, *shape)
         grid = (layout.room, layout.count)
         launch(jit.decode_positions, grid, device, *source, num_warps=_WARPS)
         launch(jit.place_and_check, grid, device, *source, SIZE=_PLACED, num_warps=_PLACE_WARPS)
@@ -185,16 +182,16 @@ class ReceivedSparse:
     def _write_sums(self) -> None:
         layout, tiles = self._layout, self._layout.tiles
         starts = torch.empty((layout.count, tiles.count), dtype=torch.int32, device=layout.device)
-        source = (self._bodies, self._places, self._indices, self._sizes, tiles.layers, tiles.first)
+        source = (self._places, self._indices, tiles.layers, tiles.first, starts)
         launch(
             *(jit.find_starts, (-(-tiles.count // _SOUGHT), layout.count), layout.device, *source),
-            *(starts, layout.spans, tiles.count),
+            *(layout.spans, tiles.count),
             TILE=_SUMMED,
             SIZE=_SOUGHT,
         )
         launch(
-            *(jit.write_sums, (tiles.count,), layout.device, *source, starts, self._outs, self.found),
-            *(layout.count, layout.spans, self._scale),
+            *(jit.write_sums, (tiles.count,), layout.device, *source, self._bodies, self._sizes),
+            *(self._outs, self.found, layout.count, layout.spans, self._scale),
             TILE=_SUMMED,
             SIZE=_ADDED,
             num_warps=_SUM_WARPS,

@@ -8,7 +8,6 @@ zeros become candidates by another pass; whether it takes place only the device 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import selection as jit
-from hvd_adaptive.kernels.triton.launching import Ranges, Tiles, launch, pointers, upload
+from hvd_adaptive.kernels.triton.launching import Ranges, Tiles, kept, launch, pointers, upload
 from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 Int64s = npt.NDArray[np.int64]
@@ -198,21 +197,8 @@ def _edges(owners: Int64s, count: int) -> Int64s:
     return edges
 
 
-@functools.lru_cache(maxsize=256)
-def _kept_segments(
-    offsets: bytes, cuts: bytes, most: bytes, whole: bool, device: torch.device
-) -> Segments:
-    first, second, third = (np.frombuffer(each, np.int64) for each in (offsets, cuts, most))
-    return Segments(first, second, third, whole, device)
-
-
-def segments_of(
-    offsets: Int64s, cuts: Int64s, most: Int64s, whole: bool, device: torch.device
-) -> Segments:
-    """The segments of a bucket; kept, because it has the same ones at every step."""
-    keys = (np.ascontiguousarray(each, np.int64).tobytes() for each in (offsets, cuts, most))
-    first, second, third = keys
-    return _kept_segments(first, second, third, whole, device)
+segments_of = kept(Segments)
+"""The segments of a bucket."""
 
 
 class Selection:

@@ -90,6 +90,12 @@ def load_word(data, mask):
 
 
 @triton.jit
+def load_scale(scale):
+    """The float32 whose bits are in a table of whole numbers."""
+    return tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_float(data, mask):
     """Little-endian float32 at any byte."""
     return load_word(data, mask).to(tl.float32, bitcast=True)

@@ -11,7 +11,13 @@ for its groups; what is in one is the number of a span, counted from 1, or 0.
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import bit_length, entry, load_float, load_word
+from hvd_adaptive.kernels.triton.jit.arithmetic import (
+    bit_length,
+    entry,
+    load_float,
+    load_scale,
+    load_word,
+)
 from hvd_adaptive.kernels.triton.jit.encoding import (
     BF16,
     BLOCK,
@@ -487,7 +493,7 @@ def add_values(
         else:
             data = tl.load(bodies + BODY_FIELDS * own).to(tl.pointer_type(tl.uint8))
             value = load_values(data, tl.load(row + 1), tl.load(row + 3), i, mask)
-            factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+            factor = load_scale(scale)
             tl.store(place, tl.load(place, mask=mask, other=0.0) + value * factor, mask=mask)
 
 
@@ -505,10 +511,8 @@ def first_from(indices, count, least):
 
 @entry
 def find_starts(
-    bodies,
     places,
     indices,
-    numels,
     tile_layers,
     first_tiles,
     starts,
@@ -531,13 +535,13 @@ def find_starts(
 
 @entry
 def write_sums(
-    bodies,
     places,
     indices,
-    numels,
     tile_layers,
     first_tiles,
     starts,
+    bodies,
+    numels,
     outs,
     found,
     count,
@@ -553,7 +557,7 @@ def write_sums(
     tile = tl.program_id(0)
     span = tl.load(tile_layers + tile)
     if span < tl.load(found + spans + 1):
-        factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+        factor = load_scale(scale)
         begin = (tile - tl.load(first_tiles + span)) * TILE
         out = tl.load(outs + span).to(tl.pointer_type(tl.float32))
         i, left = tl.arange(0, TILE), tl.load(numels + span) - begin

@@ -8,7 +8,13 @@ Rows of the table of bodies are described in :mod:`hvd_adaptive.kernels.triton.q
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import INF, entry, load_digits, power_of_three
+from hvd_adaptive.kernels.triton.jit.arithmetic import (
+    INF,
+    entry,
+    load_digits,
+    load_scale,
+    power_of_three,
+)
 from hvd_adaptive.kernels.triton.jit.quantized import LEVELS, NONFINITE, SIDES
 
 BODY_FIELDS = tl.constexpr(5)
@@ -54,6 +60,14 @@ def walk(bodies, numels, norm_bytes, places, layers):
     # a row of its own says whether bytes are left over
     row = places + (tl.num_programs(0) * layers + number) * PLACES
     tl.store(row + 5, (position != size).to(tl.int64))
+
+
+@triton.jit
+def part_of(numels, first_tiles, layer, tile, TILE: tl.constexpr):
+    """(elements of a layer, the first one of a tile, how many it has from there on)."""
+    numel = tl.load(numels + layer)
+    begin = (tile - tl.load(first_tiles + layer)) * TILE
+    return numel, begin, tl.minimum(numel - begin, TILE).to(tl.int32)
 
 
 @triton.jit
@@ -165,10 +179,10 @@ def load_norms(norms, block, there, NORM: tl.constexpr):
 
 
 @triton.jit
-def worst_of(first, second):
+def worse_of(first, second):
     """The bits of norms that are impossible are the infinity's or more; as int32, which do not wrap."""
     top = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
-    return tl.max(tl.minimum(top, INF).to(tl.int32), 0)
+    return tl.minimum(top, INF).to(tl.int32)
 
 
 @triton.jit
@@ -201,12 +215,12 @@ def decode_tile(
     if BLOCK % 8 == 0:
         block = base + (inside + 8 * g) // BLOCK
         first, second = load_norms(norms, block, 8 * g < left, NORM)
-        worst = worst_of(first, second)
+        worst = tl.max(worse_of(first, second), 0)
         first, second = first[None, :], second[None, :]
     else:
         block = base + (inside + e) // BLOCK
         first, second = load_norms(norms, block, e < left, NORM)
-        worst = tl.max(worst_of(first, second), 0)
+        worst = tl.max(tl.max(worse_of(first, second), 0), 0)
     if NORM == SIDES:
         values = tl.where(found > 0, second, -first)
     else:
@@ -251,9 +265,8 @@ def find_damage(
     row = places + (number * layers + layer) * PLACES
     bits = tl.load(row + 3).to(tl.int32)
     if (tl.load(row + 5) == 0) & (bits != NONFINITE):
-        numel, alphabet = tl.load(numels + layer), tl.load(row + 4).to(tl.int32)
-        begin = (tile - tl.load(first_tiles + layer)) * TILE
-        left = tl.minimum(numel - begin, TILE).to(tl.int32)
+        alphabet = tl.load(row + 4).to(tl.int32)
+        numel, begin, left = part_of(numels, first_tiles, layer, tile, TILE)
         _, top, worst = decode_tile(row, bits, alphabet, begin, left, NORM, BLOCK, TILE)
         damaged = is_damaged(row, bits, alphabet, top, worst, begin, numel, TILE)
         tl.store(row + 5, 1, mask=damaged)
@@ -352,8 +365,7 @@ def values_of(
     else:
         levels = tl.load(row + 2).to(tl.pointer_type(tl.float32))
         values = tl.load(levels + codes) * norms
-    norm = tl.maximum(first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True))
-    impossible = tl.minimum(norm, INF).to(tl.int32) >= INF
+    impossible = worse_of(first, second) >= INF
     wrong = wrong | ((tl.max(codes, 0) >= alphabet) | impossible).to(tl.int32)
     return values, wrong
 
@@ -433,10 +445,8 @@ def add_alike(
     layer = tl.load(tile_layers + tile)
     bits = tl.load(alike + layer).to(tl.int32)
     if bits > 0:
-        factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
-        numel = tl.load(numels + layer)
-        begin = (tile - tl.load(first_tiles + layer)) * TILE
-        left = tl.minimum(numel - begin, TILE).to(tl.int32)
+        factor = load_scale(scale)
+        numel, begin, left = part_of(numels, first_tiles, layer, tile, TILE)
         rows = places + layer * PLACES
         step = layers * PLACES
         if bits > 4:
@@ -513,7 +523,7 @@ def add_decoded(
     Where it adds, there is one body, and layers from ``first_wrong`` on are left alone; where it
     writes, layers that are ``alike`` are. A layer that is marked in a body becomes NaN.
     """
-    factor = tl.load(scale).to(tl.int32).to(tl.float32, bitcast=True)
+    factor = load_scale(scale)
     last_tile = tiles + 0
     if not ADDS:
         last_tile *= tl.load(alike + layers).to(tl.int32)
@@ -525,9 +535,7 @@ def add_decoded(
         elif tl.load(alike + layer) > 0:
             last = layer * 0
         if layer < last:
-            numel = tl.load(numels + layer)
-            begin = (tile - tl.load(first_tiles + layer)) * TILE
-            left = tl.minimum(numel - begin, TILE).to(tl.int32)
+            numel, begin, left = part_of(numels, first_tiles, layer, tile, TILE)
             total = decoded_total(
                 places, layer, layers, count, begin, left, numel, factor, ADDS, NORM, BLOCK, TILE
             )
