@@ -21,14 +21,14 @@
 # that is set already is left alone:
 #     OMPI_MCA_mpi_yield_when_idle=1   more ranks than cores: a waiting rank must not keep its core
 #     OMPI_MCA_coll_tuned_*            several hosts: rings; Open MPI's defaults are far slower over TCP
-#     OMPI_MCA_odls_base_sigkill_timeout=5   seconds that ranks have to save a checkpoint when a signal ends them
+#     OMPI_MCA_odls_base_sigkill_timeout=5   seconds that ranks have to save a checkpoint when mpirun ends them
 #     OMP_NUM_THREADS, NUMBA_NUM_THREADS   this host's cores divided by its ranks
 #     HOROVOD_CYCLE_TIME=0.2           a core for each rank and one to spare: look for work more often than each ms
 # horovodrun passes the whole environment on to every host, and binds no rank to a core.
 #
 # SIGHUP (the terminal is closed), SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end all ranks at the same step, after a
-# checkpoint if train.py has a --checkpoint-dir; the exit status is then 129, 130, 143 or 75. With nohup before the
-# command, the training continues when the terminal is closed.
+# checkpoint if train.py has a --checkpoint-dir; the exit status is then 129, 130, 143 or 75. A second Ctrl-C ends
+# them at once. With nohup before the command, the training continues when the terminal is closed.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
@@ -202,18 +202,19 @@ on_signal() {
     interrupted=yes
     job=${!:-}
     [[ -n $job ]] || exit "${status_after[$1]}"
+    local again=$told
     # Shell and kernel may both send one for a closed terminal, and at a second one mpirun kills its ranks.
-    if [[ $1 == HUP && -n $told ]]; then return 0; fi
+    if [[ $1 == HUP && -n $again ]]; then return 0; fi
     told=yes
     if [[ -z $(mpiruns) ]]; then
         # Only horovodrun, or a netlab that is still being made, or removed. In its imports, either would answer
         # SIGINT with a traceback.
         instead_of_143=${status_after[$1]}
         if [[ -n $netlab ]]; then kill -s TERM "$job"; else kill -s TERM -- "-$job"; fi || true
-    elif [[ $1 == INT && -z $netlab ]]; then
-        kill -s INT -- "-$job" || true
+    elif [[ $1 == INT && -n $again && -z $netlab ]]; then
+        kill -s INT -- "-$job" || true # Ctrl-C once more: now
     else
-        # SIGINT, too: in a netlab, mpirun would pass it on as SIGTERM, and soon kill the ranks.
+        # SIGINT, too: mpirun would pass it on as SIGTERM, and kill ranks that take long to save a checkpoint.
         tell_ranks "$1"
     fi
 }

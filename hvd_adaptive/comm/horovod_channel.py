@@ -20,12 +20,15 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
+from hvd_adaptive.comm.horovod_exit import leave_together
 from hvd_adaptive.comm.horovod_transport import leftovers_dropped
 
 T = TypeVar("T")
 
 NAP: Final = 50e-6
 """Seconds between two looks at whether a request is done."""
+SECONDS_TO_CLOSE: Final = 0.5
+"""For what is under way when MPI ends; where a rank has failed, it never comes."""
 
 
 class MpiChannel(Channel):
@@ -108,7 +111,8 @@ class _Calls:
 
     Horovod ends MPI in a thread of its own as soon as any rank ends, whatever this one does at that
     moment; a call into what is gone would be a segmentation fault. Before anything is gone, MPI deletes
-    what is attached to COMM_SELF, and waits for it: that closes this.
+    what is attached to COMM_SELF, and waits for it: that closes this, after what is under way. A rank
+    that ends may have its part of a result that another one still waits for.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -139,13 +143,17 @@ class _Calls:
         it. After `hvd_adaptive.init()` Horovod's is the last to get a core: 13 ms were seen for 600
         bytes.
         """
-        while not self.make(request.Test):
+        while request and not self.make(request.Test):  # a request that is done is false
             time.sleep(NAP)
         self._under_way.pop(id(request), None)
 
     def _close(self, *attribute: Any) -> None:
         """By MPI, in the thread that ends it."""
+        last = time.monotonic() + SECONDS_TO_CLOSE
         with self._lock:
+            for request, *_ in [*self._under_way.values()]:
+                while request and not request.Test() and time.monotonic() < last:
+                    time.sleep(NAP)
             self._closed = True
 
 
@@ -212,6 +220,7 @@ def open_channel(
 ) -> Channel:
     """The best that all ranks have; all of them call it."""
     if all(control.allgather(_has_mpi())):
+        leave_together()
         return MpiChannel(process_set)
     return HorovodChannel(name, process_set)
 

@@ -1,8 +1,9 @@
-"""Lets the ranks of other nodes finish their last step before Horovod ends for all.
+"""Lets other ranks finish their last step before Horovod ends for all.
 
-Horovod ends on all ranks as soon as one leaves. An operation among all of them ends for all at about
-the same time, but one inside a node says nothing of the others: the first node that has its last step
-may leave while another one still gathers its own.
+Horovod ends on all ranks as soon as one leaves, and MPI with it. Its operation among all of them ends
+for all at about the same time, but one inside a node says nothing of the others: the first node that
+has its last step may leave while another one still gathers its own. And so may a rank that has a mean
+or a message of mpi4py's while another one, held up, has not looked for its own.
 """
 
 from __future__ import annotations

@@ -295,10 +295,14 @@ class _Watch(threading.Thread):
         peer, seconds = self.peers[lost[0]], time.monotonic() - self._heard[lost[0]]
         others = ", ".join(str(self.peers[each].rank) for each in lost[1:])
         state = "it is frozen, or its host or network is" if connected else "it ended without a word"
+        before = ""
+        if self.first is not None and self.first.rank not in [self.peers[each].rank for each in lost]:
+            # Horovod's own locks may hold up whoever is told of another rank's end.
+            before = f"; before that, rank {self.first.rank} {self.first.what}"
         return (
             f"hvd_adaptive: rank {peer.rank} has not answered for {seconds:.0f} s (process "
             f"{peer.process} on {peer.host}{others and '; nor have ranks '}{others}): {state}, so all "
-            "ranks end\n"
+            f"ranks end{before}\n"
         )
 
 

@@ -1,4 +1,4 @@
-"""Ranks that reduce inside nodes leave together, where none has failed."""
+"""Ranks leave together, where none has failed, and have their last results before."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.lab import horovodrun
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT
 
 horovod_exit = pytest.importorskip(
@@ -25,6 +26,23 @@ hvd.allreduce_async = lambda *given, **more: print("waits", flush=True) or submi
 hvd.init()
 horovod_exit.leave_together()
 horovod_exit.leave_together()
+"""
+
+
+LAST_RESULT = """
+import sys, time
+import horovod.torch as hvd, numpy as np
+import hvd_adaptive as hva
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.horovod_channel import open_channel
+
+hva.init()
+channel = open_channel("last result", Control("last result", hvd.global_process_set))
+mean = channel.mean(np.arange(3.0))
+if hvd.rank() == 0:
+    time.sleep(0.3)  # held up while the other one ends
+assert mean().tolist() == [0, 1, 2]
+print(channel.name, flush=True)
 """
 
 
@@ -67,6 +85,17 @@ def test_a_process_waits_once_where_it_ends_by_itself(last_words: str, waits: in
     assert done.stdout.count("waits") == waits, done.stderr
     assert ("ValueError: bad data" in done.stderr) == ("raise" in last_words)
     assert done.stderr.count("Traceback") == ("raise" in last_words)
+
+
+@pytest.mark.parametrize("last_words", ["", "hvd.shutdown()"])
+def test_a_rank_that_is_held_up_has_its_last_result_from_one_that_has_ended(last_words: str) -> None:
+    command = [*horovodrun(2), sys.executable, "-c", LAST_RESULT + last_words]
+    done = subprocess.run(
+        command, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mpi4py") == 2
 
 
 def test_a_rank_that_trains_on_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

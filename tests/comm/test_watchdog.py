@@ -168,6 +168,11 @@ def test_silence_is_lost_only_after_its_time_and_not_by_ones_own_sleep() -> None
     watch._silence[2] = watch._silence[1]
     assert watch.judge() == [1, 2]
     assert "nor have ranks 5" in watch.verdict([1, 2], True)
+    watch.first = Event(1, "ended without a word: it was killed, or crashed")
+    assert watch.verdict([1], False).endswith("so all ranks end\n")
+    watch.first = Event(0, "ended by itself, before the others")
+    told = watch.verdict([1], True)
+    assert told.endswith("; before that, rank 0 ended by itself, before the others\n")
     watch.close()
 
 

@@ -41,8 +41,9 @@ SAID = {
     "freeze": r"hvd_adaptive: rank {rank} has not answered for \d+ s \(process {process} on \S+\): ",
     "raise": r"hvd_adaptive: rank {rank} failed, and the others end with it: ValueError: bad data",
     "stall": r"Missing ranks:\s+(\S*<std...>:)?{rank}: \[",
-    "leave 0": r"rank \d ends because rank {rank} ended by itself, before the others",
-    "leave 3": r"rank \d ends because rank {rank} ended by itself, before the others",
+    # Told while it submits, a rank may be held up by Horovod's own locks: who waits for it says why.
+    "leave 0": r"rank \d .*(because|before that,) rank {rank} ended by itself, before the others",
+    "leave 3": r"rank \d .*(because|before that,) rank {rank} ended by itself, before the others",
 }
 # Those that wait come between others: while one waits for its time to pass, another computes.
 CASES = [

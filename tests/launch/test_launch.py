@@ -498,6 +498,27 @@ class TestRun:
         assert_complete(found.saved)
 
     @pytest.mark.usefixtures("ready")
+    def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(self, tmp_path: Path) -> None:
+        log, saved = tmp_path / "log", tmp_path / "checkpoints"
+        with log.open("w") as output, all_ended(tmp_path) as mark:
+            job = subprocess.Popen(
+                [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)],
+                env=environment(**mark),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            wait_for(lambda: "loss" in log.read_text(), 120)
+            ranks = [process for process in processes_with(str(tmp_path)) if is_rank(process)]
+            assert len(ranks) == 2
+            for process in ranks:
+                os.kill(process, signal.SIGSTOP)
+            job.send_signal(signal.SIGINT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.wait(3)
+            job.send_signal(signal.SIGINT)
+            assert job.wait(60) == 130
+
+    @pytest.mark.usefixtures("ready")
     def test_a_signal_before_there_are_ranks_ends_horovodrun_without_a_traceback(
         self, tmp_path: Path
     ) -> None:
@@ -517,10 +538,20 @@ class TestRun:
             assert "KeyboardInterrupt" not in log.read_text()
 
 
+def is_rank(process: int) -> bool:
+    """Whether it trains; launchers have the same words, but later."""
+    return words_of(process)[1].endswith(b"/train.py")
+
+
+def words_of(process: int) -> list[bytes]:
+    """The command line of one that runs."""
+    return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+
+
 def is_horovodrun(process: int) -> bool:
     """Whether it is that Python program and has begun to import."""
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        words = words_of(process)
         return any(word.endswith(b"/horovodrun") for word in words[:2]) and maps(process, "psutil")
     return False
 
