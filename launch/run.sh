@@ -180,6 +180,18 @@ mpiruns() {
     done
 }
 
+# Whether train.py, of this process, listens already: Python itself catches SIGINT only.
+listens() {
+    local caught
+    caught=$(awk '/^SigCgt/ { print $2 }' "/proc/$1/status" 2>/dev/null) || return 1
+    (((0x0$caught >> 9) & 1)) # SIGUSR1
+}
+
+# tell RANK SIGNAL: before it listens, Python would answer SIGINT with a traceback.
+tell() {
+    if [[ $2 == INT ]] && ! listens "$1"; then kill -s TERM "$1"; else kill -s "$2" "$1"; fi
+}
+
 # tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
 # tells the others (see train.py --help), so that all of them end together.
 tell_ranks() {
@@ -187,7 +199,7 @@ tell_ranks() {
     for process in $(mpiruns); do
         heard=''
         for rank in $(children "$process"); do
-            if is_called "$rank" python && kill -s "$1" "$rank"; then heard=yes; fi
+            if is_called "$rank" python && tell "$rank" "$1"; then heard=yes; fi
         done
         [[ -n $heard ]] || kill -s "$1" "$process" || true
     done
@@ -206,10 +218,10 @@ on_signal() {
     # Shell and kernel may both send one for a closed terminal, and at a second one mpirun kills its ranks.
     if [[ $1 == HUP && -n $again ]]; then return 0; fi
     told=yes
+    instead_of_143=${status_after[$1]}
     if [[ -z $(mpiruns) ]]; then
         # Only horovodrun, or a netlab that is still being made, or removed. In its imports, either would answer
         # SIGINT with a traceback.
-        instead_of_143=${status_after[$1]}
         if [[ -n $netlab ]]; then kill -s TERM "$job"; else kill -s TERM -- "-$job"; fi || true
     elif [[ $1 == INT && -n $again && -z $netlab ]]; then
         kill -s INT -- "-$job" || true # Ctrl-C once more: now

@@ -498,6 +498,21 @@ class TestRun:
         assert_complete(found.saved)
 
     @pytest.mark.usefixtures("ready")
+    def test_ctrl_c_while_ranks_import_ends_them_without_a_traceback(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        with log.open("w") as output, all_ended(tmp_path) as mark:
+            job = subprocess.Popen(
+                [str(LAUNCH / "run.sh"), *ENDLESS],
+                env=environment(**mark),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            wait_for(lambda: sum(map(is_rank, processes_with(str(tmp_path)))) == 2, 60)
+            job.send_signal(signal.SIGINT)
+            assert job.wait(60) == 130
+        assert "Traceback" not in log.read_text()
+
+    @pytest.mark.usefixtures("ready")
     def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(self, tmp_path: Path) -> None:
         log, saved = tmp_path / "log", tmp_path / "checkpoints"
         with log.open("w") as output, all_ended(tmp_path) as mark:
@@ -540,7 +555,9 @@ class TestRun:
 
 def is_rank(process: int) -> bool:
     """Whether it trains; launchers have the same words, but later."""
-    return words_of(process)[1].endswith(b"/train.py")
+    with contextlib.suppress(OSError, IndexError):
+        return words_of(process)[1].endswith(b"/train.py")
+    return False
 
 
 def words_of(process: int) -> list[bytes]:
