@@ -180,18 +180,6 @@ mpiruns() {
     done
 }
 
-# Whether train.py, of this process, listens already: Python itself catches SIGINT only.
-listens() {
-    local caught
-    caught=$(awk '/^SigCgt/ { print $2 }' "/proc/$1/status" 2>/dev/null) || return 1
-    (((0x0$caught >> 9) & 1)) # SIGUSR1
-}
-
-# tell RANK SIGNAL: before it listens, Python would answer SIGINT with a traceback.
-tell() {
-    if [[ $2 == INT ]] && ! listens "$1"; then kill -s TERM "$1"; else kill -s "$2" "$1"; fi
-}
-
 # tell_ranks SIGNAL: send it to the ranks on this host, or, if there are none, to mpirun. One rank that is told
 # tells the others (see train.py --help), so that all of them end together.
 tell_ranks() {
@@ -199,7 +187,7 @@ tell_ranks() {
     for process in $(mpiruns); do
         heard=''
         for rank in $(children "$process"); do
-            if is_called "$rank" python && tell "$rank" "$1"; then heard=yes; fi
+            if is_called "$rank" python && kill -s "$1" "$rank"; then heard=yes; fi
         done
         [[ -n $heard ]] || kill -s "$1" "$process" || true
     done

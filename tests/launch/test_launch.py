@@ -320,14 +320,8 @@ def signalled(
 
     def work(case: tuple[int]) -> Signalled:
         folder = tmp_path_factory.mktemp("signalled")
-        log, saved = folder / "log", folder / "checkpoints"
-        with log.open("w") as output, all_ended(folder) as mark:
-            job = subprocess.Popen(
-                [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)],
-                env=environment(**mark),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        saved = folder / "checkpoints"
+        with endless(folder, "--checkpoint-dir", str(saved)) as (job, log):
             wait_for(lambda: "loss" in log.read_text(), 120)
             job.send_signal(case[0])
             return Signalled(job.wait(120), log.read_text(), saved)
@@ -499,14 +493,7 @@ class TestRun:
 
     @pytest.mark.usefixtures("ready")
     def test_ctrl_c_while_ranks_import_ends_them_without_a_traceback(self, tmp_path: Path) -> None:
-        log = tmp_path / "log"
-        with log.open("w") as output, all_ended(tmp_path) as mark:
-            job = subprocess.Popen(
-                [str(LAUNCH / "run.sh"), *ENDLESS],
-                env=environment(**mark),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        with endless(tmp_path) as (job, log):
             wait_for(lambda: sum(map(is_rank, processes_with(str(tmp_path)))) == 2, 60)
             job.send_signal(signal.SIGINT)
             assert job.wait(60) == 130
@@ -514,14 +501,7 @@ class TestRun:
 
     @pytest.mark.usefixtures("ready")
     def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(self, tmp_path: Path) -> None:
-        log, saved = tmp_path / "log", tmp_path / "checkpoints"
-        with log.open("w") as output, all_ended(tmp_path) as mark:
-            job = subprocess.Popen(
-                [str(LAUNCH / "run.sh"), *ENDLESS, "--checkpoint-dir", str(saved)],
-                env=environment(**mark),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        with endless(tmp_path, "--checkpoint-dir", str(tmp_path / "checkpoints")) as (job, log):
             wait_for(lambda: "loss" in log.read_text(), 120)
             ranks = [process for process in processes_with(str(tmp_path)) if is_rank(process)]
             assert len(ranks) == 2
@@ -538,19 +518,22 @@ class TestRun:
         self, tmp_path: Path
     ) -> None:
         for number, status in ((signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGHUP, 129)):
-            log = tmp_path / f"log-{number}"
-            with log.open("w") as output, all_ended(tmp_path) as mark:
-                job = subprocess.Popen(
-                    [str(LAUNCH / "run.sh"), *ENDLESS],
-                    env=environment(**mark),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+            with endless(tmp_path) as (job, log):
                 wait_for(lambda: any(map(is_horovodrun, processes_with(str(tmp_path)))), 60)
                 job.send_signal(number)
                 assert job.wait(120) == status
             assert "Traceback" not in log.read_text()
             assert "KeyboardInterrupt" not in log.read_text()
+
+
+@contextlib.contextmanager
+def endless(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """run.sh that trains until it is ended, and its log; nothing of it may be left at the end."""
+    log = folder / "log"
+    with log.open("w") as output, all_ended(folder) as mark:
+        command = [str(LAUNCH / "run.sh"), *ENDLESS, *more]
+        environ = environment(**mark)
+        yield subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT), log
 
 
 def is_rank(process: int) -> bool:
