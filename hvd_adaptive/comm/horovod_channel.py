@@ -21,6 +21,7 @@ from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.horovod_exit import leave_together
+from hvd_adaptive.comm.horovod_tensors import tensors_held
 from hvd_adaptive.comm.horovod_transport import leftovers_dropped
 
 T = TypeVar("T")
@@ -182,7 +183,7 @@ class HorovodChannel(Channel):
 
     def gather(self, values: Float64s) -> Pending:
         """An allgather."""
-        with leftovers_dropped():
+        with leftovers_dropped(), tensors_held():
             handle = hvd.allgather_async(
                 torch.from_numpy(np.ascontiguousarray(values, np.float64)).view(1, -1),
                 name=self._next_name(),
@@ -201,7 +202,7 @@ class HorovodChannel(Channel):
         return [*map(str, Control(f"{self._name}.exchange", self._process_set).allgather(message))]
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
-        with leftovers_dropped():
+        with leftovers_dropped(), tensors_held():
             handle = hvd.allreduce_async(
                 torch.from_numpy(np.ascontiguousarray(values, np.float64)),
                 op=operation,

@@ -13,8 +13,9 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from hvd_adaptive.comm import launcher
-from hvd_adaptive.comm.request import Request
-from hvd_adaptive.comm.transport import JoinedRankError, Transport
+from hvd_adaptive.comm.horovod_tensors import tensors_held
+from hvd_adaptive.comm.request import Group, Request
+from hvd_adaptive.comm.transport import JoinedRankError, Transport, assembled
 
 _Handle: TypeAlias = int | Callable[[], Tensor]
 
@@ -61,7 +62,7 @@ class HorovodTransport(Transport):
 
     def submit(self, request: Request, name: str, step: int) -> _Handle:
         """Start a collective; HorovodInternalError if a rank has gone."""
-        with leftovers_dropped():
+        with leftovers_dropped(), tensors_held():
             return self._start(request, name, step)
 
     def _start(self, request: Request, name: str, step: int) -> _Handle:
@@ -84,8 +85,23 @@ class HorovodTransport(Transport):
                     _flat, hvd.alltoall_async(_uncached(tensor, step), splits=splits, **common)
                 )
             case "sparse":
-                handle = hvd.sparse_allreduce_async(tensor, op=self._op, **common)
+                handle = self._gather_sparse(tensor, name, request.group)
         return handle
+
+    def _gather_sparse(self, tensor: Tensor, name: str, group: Group) -> _Handle:
+        """As ``hvd.sparse_allreduce_async`` does, with a look at what is held between its two."""
+        process_set = self._groups[group]
+        places = tensor._indices().t().contiguous()
+        with tensors_held():
+            indices = hvd.allgather_async(places, name=f"{name}.indices", process_set=process_set)
+        values = hvd.allgather_async(tensor._values(), name=f"{name}.values", process_set=process_set)
+        divisor = self.size if self.averages else 1
+
+        def finish() -> Tensor:
+            gathered = hvd.synchronize(values)
+            return assembled(hvd.synchronize(indices).t(), gathered, tensor.shape, divisor)
+
+        return finish
 
     def wait(self, handle: _Handle) -> Tensor:
         """The result of a collective; raises what Horovod raises when a rank has gone."""

@@ -15,6 +15,7 @@ from hvd_adaptive.comm import horovod_channel, launcher, node_groups
 from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel
 from hvd_adaptive.comm.horovod_exit import leave_together
+from hvd_adaptive.comm.horovod_tensors import tensors_held
 from hvd_adaptive.comm.horovod_transport import HorovodTransport, joins_named, leftovers_dropped
 from hvd_adaptive.comm.request import Group
 from hvd_adaptive.comm.topology import Topology
@@ -102,7 +103,8 @@ class HorovodWorld(World):
 
     def begin_maximum(self, values: Tensor, name: str) -> Callable[[], Tensor]:
         """An allreduce that Horovod's thread does."""
-        handle = hvd.allreduce_async(values, op=hvd.Max, name=name)
+        with tensors_held():
+            handle = hvd.allreduce_async(values, op=hvd.Max, name=name)
 
         def finish() -> Tensor:
             largest: Tensor = hvd.synchronize(handle)

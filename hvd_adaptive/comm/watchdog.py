@@ -297,7 +297,7 @@ class _Watch(threading.Thread):
         state = "it is frozen, or its host or network is" if connected else "it ended without a word"
         before = ""
         if self.first is not None and self.first.rank not in [self.peers[each].rank for each in lost]:
-            # Horovod's own locks may hold up whoever is told of another rank's end.
+            # which may be why it is silent
             before = f"; before that, rank {self.first.rank} {self.first.what}"
         return (
             f"hvd_adaptive: rank {peer.rank} has not answered for {seconds:.0f} s (process "

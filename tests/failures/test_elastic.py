@@ -43,8 +43,8 @@ STEPS = 8
 EXACTLY = 1e-5
 """What rounding may do to weights and estimates in these few steps."""
 
-_WAITS_IN_HOROVOD = r'"MainThread"\n +(synchronize|_\w+_async) \(horovod/torch/mpi_ops\.py'
-"""How a stack begins of a rank that waits for an operation, or for a lock to hand one over."""
+_WAITS_IN_HOROVOD = r'"MainThread"\n +synchronize \(horovod/torch/mpi_ops\.py'
+"""How a stack begins of a rank that waits for an operation."""
 
 Result = TypeVar("Result")
 Ranks: TypeAlias = dict[int, dict[str, Any]]

@@ -41,10 +41,9 @@ SAID = {
     "freeze": r"hvd_adaptive: rank {rank} has not answered for \d+ s \(process {process} on \S+\): ",
     "raise": r"hvd_adaptive: rank {rank} failed, and the others end with it: ValueError: bad data",
     "stall": r"Missing ranks:\s+(\S*<std...>:)?{rank}: \[",
-    # Told while it submits, a rank may be held up by Horovod's own locks: who waits for it says why.
-    "leave 0": r"rank \d .*(because|before that,) rank {rank} ended by itself, before the others",
+    "leave 0": r"rank \d ends because rank {rank} ended by itself, before the others",
     # mpirun may end the others before they say so, but then says it.
-    "leave 3": r"rank \d .*(because|before that,) rank {rank} ended by itself, before the others"
+    "leave 3": r"rank \d ends because rank {rank} ended by itself, before the others"
     r"|Process name: \[\[\d+,1\],{rank}\]\s+Exit code:\s+3",
 }
 # Those that wait come between others: while one waits for its time to pass, another computes.
