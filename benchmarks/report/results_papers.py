@@ -105,16 +105,17 @@ def _of_kimad() -> Iterator[Claim]:
     )
     if not (RESULTS / "kimad_tables.json").exists():
         return
-    from benchmarks.accuracy.kimad_tables import of_times, ratio
+    from benchmarks.accuracy.kimad_tables import COMPUTE_SECONDS, at_best, of_times, ratio
 
-    simulated = load("kimad_tables")["cases"]
+    simulated = [case for _, case in of_times(load("kimad_tables")["cases"])]
+    best = min(at_best(case["asked"] - COMPUTE_SECONDS) for case in simulated)
     yield Claim(
         "Kimad",
         "the same on simulated links, for four times of transfers",
         (theirs, theirs),
-        tuple(ratio(case) for _, case in of_times(simulated)),
+        tuple(ratio(case) for case in simulated),
         ".2f",
-        "as above",
+        f"as above; one that knew each rate would take {best:.2f} at least on these links",
         "Seconds of a step at equal bytes",
         "less",
     )

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.accuracy import (
@@ -244,6 +245,7 @@ def test_kimad_stands_beside_ef21_at_equal_bytes() -> None:
         "kimad": "30.0 ms",
         "kimad+": "30.0 ms",
         "kimad, of ef21": "0.75",
+        "at best": "0.90",
         "in the paper": "0.79",
         "MB of ef21, of kimad's": "1.00",
         "accuracy": "80.00%, 79.80%, 81.00%",
@@ -253,6 +255,16 @@ def test_kimad_stands_beside_ef21_at_equal_bytes() -> None:
         "mlp", 4, "80.00%", "79.80%", "-0.20 pp", "79.59 %", "79.75 %", "0.75",
     ]  # fmt: skip
     assert kimad_tables.missed(SWUNG) == [f"{len(kimad_tables.CASES) - 1} of 7 cases are missing"]
+
+
+@pytest.mark.parametrize("transfers", [1e-6, 0.003, 0.02, 0.5, 1e3])
+def test_how_much_kimad_can_gain_is_what_a_wave_in_small_pieces_gives(transfers: float) -> None:
+    phases = np.pi * (np.arange(10_000) + 0.5) / 10_000
+    rates = 30 + 300 * np.sin(phases) ** 2
+    steps_a_second = 1 / (0.02 + transfers * 180 / rates)  # those of EF21, which sends at the mean rate
+    assert kimad_tables.at_best(transfers, 0.02) == pytest.approx(
+        (0.02 + transfers) * steps_a_second.mean(), rel=1e-6
+    )
 
 
 def test_a_kimad_that_is_no_faster_or_less_accurate_misses_its_targets() -> None:

@@ -104,10 +104,13 @@ class Launch:
         last = time.time() + 60
         while any(map(lives, processes)) and time.time() < last:
             time.sleep(0.05)
-        seconds = time.time() - float((self._folder / "failed").read_text())
+        now = time.time()
         self._output.seek(0)
         text = self._output.read()
         self._output.close()
+        failed = self._folder / "failed"
+        assert failed.exists(), f"ended before the failure:\n{text}"
+        seconds = now - float(failed.read_text())
         shutil.rmtree(self._folder)
         return Outcome(text, status, processes, seconds)
 
