@@ -132,9 +132,8 @@ def kimad_tables() -> str:
     """Kimad's tables 1 and 2."""
     from benchmarks.accuracy.kimad_tables import (
         CASES,
-        COMPUTE_SECONDS,
         STEPS,
-        at_best,
+        best_ratio,
         of_times,
         of_workers,
         ratio,
@@ -147,7 +146,7 @@ def kimad_tables() -> str:
     figures = load("kimad_tables")
     cases = figures["cases"]
     ratios = [ratio(case) for _, case in of_times(cases)]
-    best = [at_best(case["asked"] - COMPUTE_SECONDS) for _, case in of_times(cases)]
+    best = [best_ratio(case) for _, case in of_times(cases)]
     less = [100 * lost(case["kimad"], case["ef21"]) for _, case in of_workers(cases)]
     return section(
         "Kimad's tables 1 and 2",

@@ -44,13 +44,13 @@ def _hold() -> None:
         if isinstance(tensors[0], _References):
             return
         # A capsule refers to the tensor itself; a view would refer to what that is a view of.
-        under_way[handle] = (_References(map(to_dlpack, _flat(tensors))), *tensors)
+        under_way[handle] = (_References(map(to_dlpack, _tensors_in(tensors))), *tensors)
 
 
-def _flat(held: tuple[Any, ...]) -> Iterator[Tensor]:
+def _tensors_in(held: tuple[Any, ...]) -> Iterator[Tensor]:
     """All tensors, also in the tuples of operations on several; there may be None as well."""
     for each in held:
         if isinstance(each, Tensor):
             yield each
         elif isinstance(each, tuple):
-            yield from _flat(each)
+            yield from _tensors_in(each)
