@@ -2,11 +2,12 @@
 
 Trainings run in the same processes, in turn, a block of steps each: one with a planner, and two
 without, whose difference tells how well runs can be compared. The steps of the one with a planner are
-of three kinds: those in which errors are measured, those around a change of plan, and all others. The
-first two kinds (and each place before and after a change) are compared, by medians, with the others;
-times how often it occurs, that is its share of the training's time, and their sum is what planning
-costs. The other steps are compared with those without a planner: they differ by the plan's levels, of
-which some take longer to compress, and by noise.
+of three kinds: those in which gradients are measured, those around a change of plan, and all others.
+What the first two take longer than the others (by the median of the measured ones that come first after
+a change, of those that follow, and of the sums around changes), times how often each occurs, is their
+share of the training's time, and both together are what planning costs. The other steps are compared
+with those without a planner: they differ by the plan's levels, of which some take longer to compress,
+and by noise. What auto has counted of its own decisions, by a clock, is told beside it.
 
     python -m benchmarks.micro.planning_cost          # starts its own ranks; results/planning_cost.json
     python -m benchmarks.micro.planning_cost --check  # measures nothing; exit code 1 if one is over 1 %
@@ -23,7 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,13 @@ QUICK = {
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each step, and the last steps before a change of plan."""
+    """Seconds of each step, the steps in which gradients are measured, and the last of each plan."""
 
-    seconds: list[float]
-    changes: list[int]
+    seconds: list[float] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
+    counted: float = 0.0
+    """Share of the time that the planner itself has counted."""
 
 
 def steps_of(case: Case, arguments: dict[str, Any], times: Times) -> Iterator[None]:
@@ -120,14 +124,19 @@ def steps_of(case: Case, arguments: dict[str, Any], times: Times) -> Iterator[No
     with loop.spared_from_collection():
         for step, batch in enumerate(preset.forever()):
             preset.set_rate(step, total)
-            outlook = optimizer._reducer.controller.outlook
+            reducer = optimizer._reducer
+            outlook = reducer.controller.outlook
             plans = 0 if outlook is None else outlook.plans
+            if reducer.controller.observes(reducer.rounds):
+                times.measured.append(step)
             started = time.perf_counter()
             preset.step(optimizer, batch)
             times.seconds.append(time.perf_counter() - started)
             if outlook is not None and outlook.plans != plans:
                 times.changes.append(step)
-            yield
+                times.counted = outlook.deciding_share
+            with optimizer.meter.paused():  # while the other runs have their turn
+                yield
 
 
 def work(case: Case) -> dict[str, Any]:
@@ -140,7 +149,7 @@ def work(case: Case) -> dict[str, Any]:
 
     hva.init()
     torch.set_num_threads(1)
-    times = {name: Times([], []) for name in ("with", "without", "again")}
+    times = {name: Times() for name in ("with", "without", "again")}
     runs = {
         "with": steps_of(case, case.with_planner, times["with"]),
         "without": steps_of(case, {"compression": case.compression}, times["without"]),
@@ -156,41 +165,58 @@ def work(case: Case) -> dict[str, Any]:
                 next(runs[name])
         if hvd.rank() == 0 and turn % SAMPLES == 1:
             print(f"  period {turn // SAMPLES + 1} of {case.periods}", file=sys.stderr, flush=True)
-    figures = compare(times["with"], times["without"], block, case.period)
+    figures = compare(times["with"], times["without"], block)
     usual, again = (np.median(times[name].seconds[block:]) for name in ("without", "again"))
     return {"ranks": hvd.size(), **figures, "two without": float(again / usual - 1)}
 
 
-def compare(with_one: Times, without: Times, block: int, period: int) -> dict[str, Any]:
-    """What each kind of step takes longer than one without a planner, as a share of a period."""
-    seconds, steps = np.array(with_one.seconds), np.arange(len(with_one.seconds))
-    counts = range(block, len(steps))  # before that, kernels are compiled
-    counted = steps >= block
-    around = {
-        place: [seconds[change + place] for change in with_one.changes if change + place in counts]
-        for place in range(-BEFORE, AFTER + 1)
-    }
+def compare(with_one: Times, without: Times, block: int) -> dict[str, Any]:
+    """What each kind of step takes longer than one without a planner, as a share of all of them."""
+    seconds = np.array(with_one.seconds)
+    steps = np.arange(len(seconds))
+    counted = steps >= block  # before that, kernels are compiled
+    whole = range(block + BEFORE, len(steps) - AFTER)
+    changes = [each for each in with_one.changes if each in whole]
     near = np.zeros(len(steps), np.bool_)
     for change in with_one.changes:
         near[max(0, change - BEFORE) : change + AFTER + 1] = True
-    sampled = counted & ~near & (steps % block == 0)
-    others = counted & ~near & ~sampled
-    plain, usual = np.median(seconds[others]), np.median(np.array(without.seconds)[counted])
-    extra = {place: float(np.median(found) - plain) for place, found in around.items() if found}
-    measuring = float(np.median(seconds[sampled]) - plain)
-    shares = {
-        "measuring": measuring * (period // block) / (period * usual),
-        "changing": sum(extra.values()) / (period * usual),
-        "other steps": plain / usual - 1,
+    measured = np.zeros(len(steps), np.bool_)
+    measured[with_one.measured] = True
+    if measured.all():  # a sum is kept in every step; errors are those of its mean
+        measured = steps % block == 0
+    plain = float(np.median(seconds[counted & ~near & ~measured]))
+    usual = np.median(np.array(without.seconds)[counted])
+    alone = np.flatnonzero(counted & ~near & measured)
+    # errors are measured in the first step of a period, and energies in all
+    first = np.isin(alone, [min(alone[alone > each], default=-1) for each in with_one.changes])
+    kinds = [seconds[each] - plain for each in (alone[first], alone[~first]) if len(each)]
+    around = [seconds[each - BEFORE : each + AFTER + 1] - plain for each in changes]
+    # single steps are at times much longer than their median, also where nothing is decided
+    ordinary = seconds[counted & ~near & ~measured]
+    width = BEFORE + AFTER + 1
+    windows = ordinary[: len(ordinary) // width * width].reshape(-1, width).sum(1)
+    chance = float(np.median(windows)) - width * plain
+    sums = [float(each.sum()) - chance for each in around]
+    spent = {
+        "measuring": sum(float(np.median(each)) * len(each) for each in kinds),
+        "changing": float(np.median(sums)) * len(sums) if sums else 0.0,
     }
+    shares = {name: each / (counted.sum() * usual) for name, each in spent.items()}
     return {
         "plans": len(with_one.changes),
+        "steps": len(steps),
+        "measured": len(with_one.measured),
         "step ms": 1e3 * float(usual),
-        "measuring ms": 1e3 * measuring,
-        "changing ms": 1e3 * sum(extra.values()),
-        "around a change ms": {str(place): 1e3 * value for place, value in extra.items()},
+        "measuring ms": 1e3 * spent["measuring"] / max(1, len(alone)),
+        "changing ms": 1e3 * spent["changing"] / max(1, len(changes)),
+        "around a change ms": {
+            str(place): 1e3 * float(np.median(each))
+            for place, each in zip(range(-BEFORE, AFTER + 1), np.array(around).T, strict=bool(around))
+        },
         **{name: float(share) for name, share in shares.items()},
+        "other steps": float(plain / usual - 1),
         "planning": float(shares["measuring"] + shares["changing"]),
+        "counted": with_one.counted,
     }
 
 

@@ -159,10 +159,16 @@ def _by_compressor(
     candidates: Sequence[Candidate], states: Mapping[Compressor, CodecState] | None
 ) -> Iterator[tuple[Compressor, list[int], list[Level], CodecState | None]]:
     """Each compressor once: the indices and levels of its candidates, and what it has learned."""
-    for compressor in dict.fromkeys(row.compressor for row in candidates):
-        mine = [index for index, row in enumerate(candidates) if row.compressor == compressor]
-        levels = [candidates[index].level for index in mine]
-        yield compressor, mine, levels, (states or {}).get(compressor.state_key)
+    groups: dict[Compressor, tuple[list[int], list[Level]]] = {}
+    last: Compressor | None = None
+    for index, row in enumerate(candidates):
+        if row.compressor is not last:  # hashing options a hundred times takes long
+            last = row.compressor
+            indices, levels = groups.setdefault(last, ([], []))
+        indices.append(index)
+        levels.append(row.level)
+    for compressor, (indices, levels) in groups.items():
+        yield compressor, indices, levels, (states or {}).get(compressor.state_key)
 
 
 def table_of(

@@ -217,7 +217,9 @@ class AdaptationController:
         self, layer: Layer, grad: Tensor, x: Tensor, step: int, sent: Float64s | None = None
     ) -> None:
         """Measure one layer; arguments as of :meth:`Sampler.observe`."""
+        started = perf_counter()
         self._sampler.observe(layer, grad, x, step, sent)
+        self.outlook.spent += perf_counter() - started
 
     def end_step(
         self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]
@@ -380,6 +382,7 @@ class AdaptationController:
         self._sampler.patience = int(message.report.get("patience", 1))
         self._decided = True
         self.outlook.plans += 1
+        self.outlook.spent += message.report.get("planner_seconds", 0.0)
         self.reasons = message.reasons
         if message.report.get("measure_again"):
             self.outlook.price_again()

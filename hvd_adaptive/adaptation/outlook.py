@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 from hvd_adaptive.adaptation.base import MeasureCosts
@@ -33,6 +34,10 @@ class Outlook:
         """Of this step, where the user reports it."""
         self.horizon: int | None = None
         """Steps of the whole training run, where the user knows them."""
+        self.spent = 0.0
+        """Seconds of this step that measuring gradients, planning, and following a plan have taken."""
+        self._repriced = 0.0
+        """The same of measuring the network once more."""
 
     @property
     def costs(self) -> StepCosts | None:
@@ -46,16 +51,28 @@ class Outlook:
 
     def price_again(self) -> None:
         """Measure the network once more; all ranks call it."""
+        started = perf_counter()
         self._price(again=True)
+        seconds = perf_counter() - started
+        self._repriced += seconds
+        self.spent -= seconds  # it is part of taking over a plan, and counted there as well
 
     def _price(self, again: bool) -> None:
         if self._measure is not None:
             self.measured = self._measure(self._compressors, again)
 
     def of_step(self) -> dict[str, Any]:
-        """Fields of a step's measurements that are known here; its loss is forgotten."""
-        loss, self.loss = self.loss, None
-        return {"plan": self.plans, "loss": loss, "horizon": self.horizon}
+        """Fields of a step's measurements that are known here; its loss and costs are forgotten."""
+        found = {"plan": self.plans, "loss": self.loss, "horizon": self.horizon}
+        if self.measured is not None and not self.measured.assumed:
+            found |= {"deciding_seconds": self.spent, "pricing_seconds": self._repriced}
+        self.loss, self.spent, self._repriced = None, 0.0, 0.0
+        return found
+
+    @property
+    def deciding_share(self) -> float:
+        """Share of the time that decisions have taken, as the last plan knew; 0 where none counts."""
+        return self._planner.budget.report().get("deciding_share", 0.0)
 
     def trace(self) -> StepTrace | None:
         """What the last plan of ``auto`` was made from, on the rank that plans; None elsewhere."""

@@ -21,7 +21,7 @@ from hvd_adaptive.adaptation.candidates import (
     sizes_of,
 )
 from hvd_adaptive.adaptation.preconditioning import SecondMoment, no_second_moment
-from hvd_adaptive.adaptation.sketch import NUMBERS, SKETCH, signed_sums, sketch
+from hvd_adaptive.adaptation.sketch import NUMBERS, SKETCH, Gradient, sketch
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
 from hvd_adaptive.compressors import format_spec
@@ -185,6 +185,7 @@ class LayerSamples:
     def sample(
         self,
         tensor: Tensor,
+        energy: float,
         x: Tensor,
         states: Mapping[Compressor, CodecState],
         moment: SecondMoment | None = None,
@@ -196,24 +197,29 @@ class LayerSamples:
 
         Args:
             tensor: the gradient, or ``x``.
+            energy: its squared norm.
             x: what is compressed.
             states: what compressors have learned, by their ``state_key``.
             moment: the layer's second moment, where preconditioned gradients are measured, too.
         """
         known = float(self.sums[len(self.candidates)])
         if self.signals and moment is None and known > 0:
-            self.sums[: len(self.candidates) + 1] *= 1 + float(tensor @ tensor) / known
+            self.sums[: len(self.candidates) + 1] *= 1 + energy / known
         else:
-            self._measure_errors(tensor, states, moment)
+            self._measure_errors(tensor, energy, states, moment)
         self.samples += 1
         self.sample_sizes(x, states)
 
     def _measure_errors(
-        self, x: Tensor, states: Mapping[Compressor, CodecState], moment: SecondMoment | None
+        self,
+        x: Tensor,
+        energy: float,
+        states: Mapping[Compressor, CodecState],
+        moment: SecondMoment | None,
     ) -> None:
         count = len(self.candidates)
         errors = errors_of(x, self.layer, self.candidates, states)
-        self.sums[: count + 1] += [*errors, float(x @ x)]
+        self.sums[: count + 1] += [*errors, energy]
         if moment is not None:
             scaled = moment.precondition(x)
             errors = errors_of(scaled, self.layer, self.candidates, states)
@@ -226,21 +232,17 @@ class LayerSamples:
         self.sums[start : start + len(varying)] += sizes_of(x, self.layer, varying, states)
         self.sized += 1
 
-    def sample_signals(self, grad: Tensor, x: Tensor, step: int, slot: int) -> None:
+    def sample_signals(self, seen: Gradient, slot: int) -> None:
         """Add to what a planner that asks for signals is given.
 
         Args:
-            grad: the gradient, 1-D float32.
-            x: what is compressed.
-            step: number of the step.
+            seen: the gradient.
             slot: where its sketches are kept, the same on all ranks.
         """
         end = len(self.candidates) + 1 + len(self.varying)
-        self.sums[end] += float(grad.count_nonzero()) / max(1, grad.numel())
-        mine = signed_sums(grad, self.layer.index, step)
-        waits = signed_sums(x - grad, self.layer.index, step) if x is not grad else np.zeros(NUMBERS)
+        self.sums[end] += seen.nonzero / max(1, self.layer.numel)
         start = end + 1 + slot * SIGNALS
-        self.sums[start : start + SIGNALS] = np.concatenate([[1.0], mine, waits])
+        self.sums[start : start + SIGNALS] = np.concatenate([[1.0], seen.numbers, seen.waits])
 
     def accumulate(self, tensor: Tensor) -> None:
         """Add a tensor to those that are measured together."""
@@ -259,8 +261,9 @@ class LayerSamples:
         samples = max(1, self.samples)
         if self.total is not None:
             mean, samples = self.total.div_(samples), 1
-            if np.isfinite(float(mean @ mean)):
-                self._measure_errors(mean, states, moment)
+            energy = float(mean @ mean)
+            if np.isfinite(energy):
+                self._measure_errors(mean, energy, states, moment)
         measured = self.sums / samples
         start = len(self.candidates) + 1
         sizes = slice(start, start + len(self.varying))
@@ -298,6 +301,16 @@ class LayerSamples:
     def forget(self) -> None:
         """Begin again."""
         self.sums, self.samples, self.sized, self.total = np.zeros_like(self.sums), 0, 0, None
+
+    @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The candidates as text; written once."""
+        return tuple(each.label for each in self.candidates)
+
+    @functools.cached_property
+    def factors(self) -> tuple[float, ...]:
+        """The candidates' nominal compression factors; looked up once."""
+        return tuple(each.nominal_factor(self.layer) for each in self.candidates)
 
     @functools.cached_property
     def traits(self) -> Traits:
@@ -513,11 +526,14 @@ class Sampler:
         row = self.rows.get(layer.name)
         if row is None:
             return
-        energy = float(grad @ grad)
+        samples, seen = self.samples(step), None
+        if samples and self.signals:
+            seen = Gradient.seen(grad, x, layer.index, step)
+        energy = float(grad @ grad) if seen is None else seen.energy
         if not np.isfinite(energy):
             return
-        if self.samples(step):
-            self._measure(row, grad, x, step)
+        if samples:
+            self._measure(row, (grad, energy), x, step, seen)
         if self._sums_periods and not self._shares_sum:
             row.add_to_period(grad)
         if self.factors and self.measures_gains(step):
@@ -528,16 +544,24 @@ class Sampler:
         """Whether errors are of what is compressed, with what feedback adds, and not of gradients."""
         return self._recipe.error_metric.residual or Measurement.ERRORS_OF_SENT in self._needs
 
-    def _measure(self, row: LayerSamples, grad: Tensor, x: Tensor, step: int) -> None:
-        tensor = grad
+    def _measure(
+        self,
+        row: LayerSamples,
+        measured: tuple[Tensor, float],
+        x: Tensor,
+        step: int,
+        seen: Gradient | None,
+    ) -> None:
+        """Measure errors and signals of a layer; ``measured`` is its gradient, with its energy."""
+        tensor, energy = measured
         if self._measures_what_is_sent:
-            if not np.isfinite(float(x @ x)):
+            tensor, energy = x, float(x @ x)
+            if not np.isfinite(energy):
                 return
-            tensor = x
         if not self._recipe.accumulate:
-            row.sample(tensor, x, self._states, self._moment_of(row))
-            if self.signals:
-                row.sample_signals(grad, x, step, self.sampled % SAMPLES)
+            row.sample(tensor, energy, x, self._states, self._moment_of(row))
+            if seen is not None:
+                row.sample_signals(seen, self.sampled % SAMPLES)
             return
         row.accumulate(tensor)
         if row.varying and self._is_sampled(step):  # the bytes of a mean are not the mean of the bytes
@@ -738,7 +762,7 @@ def check_ranges(recipe: Recipe, rows: Iterable[LayerSamples]) -> None:
     """
     widest: dict[str, tuple[float, Float64s, float]] = {}
     for row in rows:
-        factors = np.array([each.nominal_factor(row.layer) for each in row.candidates])
+        factors = np.array(row.factors)
         span = float(factors.max() / factors.min())
         compressors = " or ".join(sorted({format_spec(each.compressor) for each in row.candidates}))
         if compressors not in widest or span > widest[compressors][0]:
@@ -758,10 +782,10 @@ def table_of_layers(
         [row.layer.name for row in rows],
         errors,
         sizes,
-        [[candidate.label for candidate in row.candidates] for row in rows],
+        [row.labels for row in rows],
         [row.default for row in rows],
         [row.dense_link_bytes for row in rows],
-        factors=[[each.nominal_factor(row.layer) for each in row.candidates] for row in rows],
+        factors=[row.factors for row in rows],
         energies=energies,
         returned=[row.returned for row in rows],
     )

@@ -12,20 +12,55 @@ two small products of matrices.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvd_adaptive import rng
 from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.signs import DRAWS, GROUPS, SignedSums, Signs
 
-__all__ = ["NUMBERS", "SKETCH", "signed_sums", "sketch"]
+__all__ = ["NUMBERS", "SKETCH", "Gradient", "signed_sums", "sketch"]
 
-_DRAWS, _GROUPS, _COLUMNS = 4, 4, 2048
-NUMBERS = _DRAWS * _GROUPS
+NUMBERS = DRAWS * GROUPS
 """Of :func:`signed_sums`."""
 SKETCH = 1021
 """Numbers by which the norm of a layer's mean gradient is known."""
+
+
+class Gradient(NamedTuple):
+    """A layer's gradient and what waits of it, as one pass sees them.
+
+    Args:
+        energy: of the gradient: its squared norm; not finite where the gradient is not.
+        nonzero: how many of its elements are not 0.
+        numbers: ``float64[NUMBERS]``: of :func:`signed_sums`, of the gradient.
+        waits: ``float64[NUMBERS]``: the same of what is compressed without the gradient.
+    """
+
+    energy: float
+    nonzero: int
+    numbers: Float64s
+    waits: Float64s
+
+    @classmethod
+    def seen(cls, grad: Tensor, x: Tensor, layer: int, step: int) -> Gradient:
+        """Look at one.
+
+        Args:
+            grad: the gradient, 1-D float32.
+            x: what is compressed; the same memory where nothing waits.
+            layer: as of :func:`signed_sums`.
+            step: likewise.
+        """
+        signs, sums = _signs_of(grad.numel(), layer, step), for_device(grad.device).measuring
+        found, waits = sums.signed_sums(grad, signs), np.zeros(NUMBERS)
+        if x.data_ptr() != grad.data_ptr():
+            waits = _numbers(sums.signed_sums(x, signs, grad))
+        return cls(found.energy, found.nonzero, _numbers(found), waits)
 
 
 def signed_sums(x: Tensor, layer: int, step: int) -> Float64s:
@@ -46,16 +81,17 @@ def signed_sums(x: Tensor, layer: int, step: int) -> Float64s:
         >>> signed_sums(torch.zeros(5), layer=0, step=0).tolist() == [0.0] * NUMBERS
         True
     """
-    full, rest = divmod(x.numel(), _COLUMNS)
+    signs = _signs_of(x.numel(), layer, step)
+    return _numbers(for_device(x.device).measuring.signed_sums(x, signs))
+
+
+def _signs_of(numel: int, layer: int, step: int) -> Signs:
     (key,) = rng.layer_keys(_SEED, rng.SHARED, step, [layer])
-    generator = torch.Generator().manual_seed(int(key) >> 1)
-    rows = _signs((_DRAWS, full + 1), generator).to(x.device)
-    columns = _signs((_DRAWS, _COLUMNS), generator).to(x.device)
-    sums = rows[:, :full] @ x[: full * _COLUMNS].view(full, _COLUMNS)
-    if rest:
-        sums[:, :rest] += rows[:, full:] * x[full * _COLUMNS :]
-    found = (sums * columns).view(_DRAWS, _GROUPS, -1).sum(-1) / _DRAWS**0.5
-    numbers = found.double().flatten().cpu().numpy()
+    return Signs.of(numel, int(key) >> 1)
+
+
+def _numbers(found: SignedSums) -> Float64s:
+    numbers = found.numbers.ravel() / DRAWS**0.5
     return numbers if np.isfinite(numbers).all() else np.zeros(NUMBERS)
 
 
@@ -92,7 +128,3 @@ def sketch(x: Tensor, key: int) -> Float64s:
 
 
 _SEED = 0x5CE7C4
-
-
-def _signs(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, shape, generator=generator).float().mul_(2).sub_(1)

@@ -19,7 +19,7 @@ SMALL = 256
 """Bytes of a rank in the small operations that are timed."""
 CARRIED = 1 << 19
 """Bytes on a rank's link in one direction in the large ones: more than networks let pass at once."""
-SMALL_REPEATS, LARGE_REPEATS = 7, 3
+SMALL_REPEATS, LARGE_REPEATS = 5, 3
 """How often they are done: the fastest of few large ones is within a tenth of that of many, and what
 they take is time of training, each time that the network is measured again."""
 LEAST_BYTE = 1e-11

@@ -256,6 +256,16 @@ class Layout:
         """
         return self._schemes.end_step(perf_counter())
 
+    def follow(self, collect: bool, ready: bool) -> None:
+        """Collect what was measured, or take over a plan, where the ranks' votes say so."""
+        controller, rounds, started = self.controller, self._progress.rounds, perf_counter()
+        if collect:
+            controller.start_collection(rounds)
+        if ready:
+            self.switch(controller.apply_decision(rounds))
+        if controller.outlook is not None:
+            controller.outlook.spent += perf_counter() - started
+
     def switch(self, assignments: Mapping[str, Assignment] | None) -> None:
         """Compress as planned from the next gradient on; None changes nothing. All ranks call it.
 

@@ -335,10 +335,7 @@ class Reducer:
         """Do what rank 0's planner asks for."""
         rate = max(self._rates.last, default=None)
         self.controller.end_step(self.rounds, rate, self._exchange.timings)
-        if collect:
-            self.controller.start_collection(self.rounds)
-        if ready:
-            self._layout.switch(self.controller.apply_decision(self.rounds))
+        self._layout.follow(collect, ready)
 
     def _lay_out_first(self) -> None:
         """Agree on the layers, and build their buckets."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from hvd_adaptive.kernels.huffman import Code, Front
 from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.kernels.selection import SelectionRule
+from hvd_adaptive.kernels.signs import SignedSums, Signs
 from hvd_adaptive.wire.quantized import QuantizationRule, Tables
 from hvd_adaptive.wire.sparse import ValueFormat
 
@@ -35,6 +36,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "entropy": ("reference", "cpu"),
         "rotation": ("reference", "cpu", "triton"),
         "subset": ("reference", "cpu", "triton"),
+        "measuring": ("reference", "cpu"),
     }.items()
 }
 """The module of each family in each backend that has it; the reference stands in for the others."""
@@ -731,6 +733,36 @@ class SubsetKernels(Protocol):
         """
 
 
+class MeasuringKernels(Protocol):
+    """What planners ask of every gradient: sums of it, each in one pass."""
+
+    def signed_sums(self, x: Tensor, signs: Signs, minus: Tensor | None = None) -> SignedSums:
+        """Sums under random signs, the energy, and how many elements are not 0; of ``x - minus``.
+
+        Numbers and energy are float32 within 512 elements, and not finite where an element is not.
+        Cost: a pass over ``x``, and one over ``minus``.
+
+        Args:
+            x: float32, 1-D, contiguous.
+            signs: of as many elements.
+            minus: likewise; None takes nothing away.
+
+        Raises:
+            ValueError: ``x`` or ``minus`` is of another kind.
+        """
+
+    def cast_error(self, x: Tensor, dtype: torch.dtype) -> float:
+        """Squared error of a cast whose values saturate; not finite where an element is not.
+
+        Args:
+            x: float32, 1-D, contiguous.
+            dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+        Raises:
+            ValueError: ``x`` is of another kind.
+        """
+
+
 class Kernels:
     """The families of one backend; a module is imported when it is first used.
 
@@ -775,6 +807,11 @@ class Kernels:
     def subset(self) -> SubsetKernels:
         """Random elements."""
         return cast(SubsetKernels, self._family("subset"))
+
+    @functools.cached_property
+    def measuring(self) -> MeasuringKernels:
+        """Sums of gradients that planners ask for."""
+        return cast(MeasuringKernels, self._family("measuring"))
 
     def _family(self, family: str) -> Any:
         modules = REGISTRY[family]

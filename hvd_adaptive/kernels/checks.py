@@ -189,6 +189,12 @@ def check_spectrum(x: Tensor) -> None:
         raise ValueError(f"the spectrum is that of a contiguous float32 tensor, got {_describe(x)}")
 
 
+def check_measured(x: Tensor) -> None:
+    """ValueError unless ``x`` is 1-D contiguous float32."""
+    if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
+        raise ValueError(f"what is measured must be 1-D contiguous float32, got {_describe(x)}")
+
+
 def check_counts(x: Tensor, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """``counts`` as int64; ValueError unless each is 0 or more and ``x`` is contiguous float32."""
     check_spectrum(x)

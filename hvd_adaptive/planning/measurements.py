@@ -87,6 +87,9 @@ class StepMeasurements:
         plan: how many plans had taken effect before it.
         loss: of the training, where the user reports it.
         horizon: steps of the whole training run, where that is known.
+        deciding_seconds: that measuring gradients and planning took of it, or beside it, on the rank
+            that plans; 0 where time is assumed.
+        pricing_seconds: that measuring the network again took after it; likewise.
     """
 
     step: int
@@ -106,3 +109,5 @@ class StepMeasurements:
     plan: int = 0
     loss: float | None = None
     horizon: int | None = None
+    deciding_seconds: float = 0.0
+    pricing_seconds: float = 0.0

@@ -56,6 +56,7 @@ class PlanningInput:
         costs: seconds of compressors and network; only for ``SIGNALS``.
         preconditioned: the table with errors and energies of preconditioned gradients, where the metric
             asks for them and the optimizer has second moments of all layers.
+        period: steps from one regular plan to the next; 0 where there are none.
     """
 
     step: int
@@ -66,6 +67,7 @@ class PlanningInput:
     signals: GradientSignals | None = None
     costs: StepCosts | None = None
     preconditioned: CandidateTable | None = None
+    period: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +233,7 @@ class Planner:
             share = 1.0
             table, why = self._priced(facts)
         others = facts.other_bytes
-        self.budget.inform(facts)
+        self.budget.inform(replace(facts, period=self._period))
         allowed = self.budget.allow(table)
         if allowed.reference is None:  # a bound on all that a step sends
             allowed = replace(allowed, max_bytes=max(0.0, allowed.max_bytes - others))

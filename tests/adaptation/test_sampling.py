@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges
-from hvd_adaptive.adaptation.sketch import sketch
+from hvd_adaptive.adaptation.sketch import Gradient, sketch
 from hvd_adaptive.compressors import Compressor, parse
 from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.layers import Layer
@@ -277,8 +277,8 @@ def test_with_signals_errors_are_measured_once_a_period_and_follow_the_energy() 
 
     def measured(*samples: torch.Tensor) -> np.ndarray:
         for step, x in enumerate(samples):
-            row.sample(x, x, {})
-            row.sample_signals(x, x, step, step)
+            row.sample(x, float(x @ x), x, {})
+            row.sample_signals(Gradient.seen(x, x, layer.index, step), step)
         return row.take({})
 
     alone, other, both = measured(first), measured(second), measured(first, second)

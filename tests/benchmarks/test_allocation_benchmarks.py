@@ -126,24 +126,30 @@ def test_only_settled_steps_of_random_plans_are_recorded(tmp_path: Path) -> None
 def test_planning_is_charged_for_its_own_steps_whatever_the_others_become(
     planning_cost: ModuleType,
 ) -> None:
-    steps, period, block = 1000, 200, 25
+    steps, block = 1000, 25
     seconds = np.full(steps, 0.1)
-    seconds[::block] += 0.02  # errors are measured
+    seconds[::block] += 0.01  # energies are measured
+    seconds[[0, 225, 425, 625, 825]] += 0.04  # and errors
     changes = [210, 410, 610, 810, 998]
     for change in changes:
         seconds[change - 2] += 0.05
         seconds[change + 1] += 0.03
     seconds[5] = 60.0  # kernels compile
-    with_one = planning_cost.Times(list(seconds), changes)
-    without = planning_cost.Times([60.0, *[0.1] * (steps - 1)], [])
-    found = planning_cost.compare(with_one, without, block, period)
-    assert found["measuring ms"] == pytest.approx(20)
-    assert found["measuring"] == pytest.approx(8 * 0.02 / (200 * 0.1))
-    assert found["changing"] == pytest.approx(0.08 / (200 * 0.1))
+    sampled = list(range(0, steps, block))
+    with_one = planning_cost.Times(list(seconds), sampled, changes)
+    without = planning_cost.Times([60.0, *[0.1] * (steps - 1)])
+    found = planning_cost.compare(with_one, without, block)
+    measuring = 35 * 0.01 + 4 * 0.05  # of the 40, without the first
+    assert found["measuring"] == pytest.approx(measuring / (975 * 0.1))
+    assert found["measuring ms"] == pytest.approx(1e3 * measuring / 39)
+    assert found["changing"] == pytest.approx(4 * 0.08 / (975 * 0.1))
+    assert found["around a change ms"]["-2"] == pytest.approx(50)
     assert found["other steps"] == pytest.approx(0.0, abs=1e-9)
     assert found["planning"] == pytest.approx(found["measuring"] + found["changing"])
-    faster = planning_cost.Times(list(seconds * 0.9), changes)
-    assert planning_cost.compare(faster, without, block, period)["planning"] > 0.005
+    faster = planning_cost.Times(list(seconds * 0.9), sampled, changes)
+    assert planning_cost.compare(faster, without, block)["planning"] > 0.005
+    whole_gradients = planning_cost.Times(list(seconds), list(range(steps)), changes)
+    assert planning_cost.compare(whole_gradients, without, block)["measuring"] == found["measuring"]
 
 
 def test_zeros_of_a_gradient_cost_no_bytes_and_unequal_layers_are_worth_bits(

@@ -18,6 +18,7 @@ from hvd_adaptive.kernels.base import (
     REGISTRY,
     EntropyKernels,
     Kernels,
+    MeasuringKernels,
     QuantizedKernels,
     RotationKernels,
     SparseKernels,
@@ -210,7 +211,15 @@ def test_cpu_and_reference_add_and_clear_the_same(
 
 
 @pytest.mark.parametrize(
-    "protocol", [SparseKernels, QuantizedKernels, RotationKernels, EntropyKernels, SubsetKernels]
+    "protocol",
+    [
+        SparseKernels,
+        QuantizedKernels,
+        RotationKernels,
+        EntropyKernels,
+        SubsetKernels,
+        MeasuringKernels,
+    ],
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_every_family_of_every_backend_has_what_its_protocol_says(backend: str, protocol: type) -> None:

@@ -64,6 +64,8 @@ class World:
     """Of learning."""
     held: float = 1.0
     """What residuals hold, of what they should."""
+    deciding: float = 0.0
+    """Seconds that each plan takes, of measuring and of planning."""
     compressed: list[bool] = field(default_factory=list)
     switched: list[int] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
@@ -142,6 +144,7 @@ class World:
                     learning_rate=self.rate,
                     loss=None if loss is None else loss(self.step, compresses),
                     horizon=horizon,
+                    deciding_seconds=self.deciding * (self.step in self.planned[-1:]),
                 )
             )
             if self.pending and self.step >= self.pending[0] + LAG:
@@ -149,7 +152,7 @@ class World:
             if not self.pending and self.planner.due(self.step):
                 self.pending = self.step, self.planner.plan(self.input())
                 self.decisions.append(self.pending[1])
-                self.planned.append(self.step)
+                self.planned.append(self.step + 1)
             self.step += 1
         return self
 
@@ -368,6 +371,36 @@ def test_what_stays_dense_is_looked_at_ever_more_seldom() -> None:
     kept = [(after - before) / before for before, after in pairwise(plans_at(compressed))]
     assert max(kept) <= 0.5  # as much more may wait by then
     assert len(kept) < 30
+
+
+@pytest.mark.parametrize("deciding", [0.01, 0.1, 1.0])
+def test_decisions_take_next_to_nothing_of_a_training(deciding: float) -> None:
+    """Where a plan saves much it may come before decisions cost half a percent, but not often."""
+    world = World(mbit=1000.0, deciding=deciding).run(3000)
+    spent = deciding * (len(world.planned) - 1)  # the first must come
+    assert spent <= 0.006 * sum(world.times) + 2 * deciding
+    told, last = world.decisions[-1].report["deciding_share"], world.planned[-1]
+    since = sum(world.times[world.planned[0] : last])
+    assert told == pytest.approx(spent / since, rel=0.5)
+
+
+def test_cheap_decisions_are_as_many_as_if_they_cost_nothing() -> None:
+    free, cheap = (World(mbit=100.0, deciding=each).run(2000) for each in (0.0, 1e-3))
+    assert free.planned == cheap.planned
+
+
+def test_a_plan_that_may_save_much_does_not_wait_for_its_costs() -> None:
+    """Steps of 1.6 s, most of which is exposed: 0.5 s for a plan is soon saved."""
+    slow = World(mbit=10.0, deciding=0.5).run(400)
+    assert slow.planned[:4] == World(mbit=10.0).run(400).planned[:4]
+
+
+def test_costs_of_decisions_are_resumed() -> None:
+    world = World(mbit=1000.0, deciding=0.2).run(500)
+    again = World(mbit=1000.0)
+    again.planner.load_state_dict(json.loads(json.dumps(world.planner.state_dict())))
+    assert again.planner.state_dict() == world.planner.state_dict()
+    assert world.decisions[-1].report["patience"] > 1
 
 
 def test_another_learning_rate_ends_patience() -> None:

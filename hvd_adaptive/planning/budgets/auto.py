@@ -11,10 +11,12 @@ import numpy as np
 
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.planning.budgets.decision_costs import DecisionCosts
 from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.budgets.losses import Losses, losses_of, withheld_at_first
+from hvd_adaptive.planning.budgets.mean_shares import MeanShares
 from hvd_adaptive.planning.budgets.patience import FILLING, Patience, in_vain
 from hvd_adaptive.planning.budgets.remeasurement import Remeasurement
 from hvd_adaptive.planning.dense_steps import DenseSteps
@@ -123,8 +125,6 @@ LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
-NEW_SHARE = 0.25
-"""What the last plan's estimate of the mean gradient counts, beside those before."""
 FACTORS = (0.05, 16.0)
 """Bounds of what layers withhold, of what they should."""
 DRIFTS = (0.5, 3.0)
@@ -150,10 +150,10 @@ class AutoBudget(Budget):
         self._since: Int64s | None = None
         self._planned_step = 0
         self._planned_delay = 0.0
-        self._patience = Patience()
+        self._patience, self._costs = Patience(), DecisionCosts()
         # what was learned
         self._factors: Float64s | None = None
-        self._shares, self._shares_of = np.zeros(0), 0
+        self._shares = MeanShares()
         self._ready: Float64s | None = None
         self._order: Int64s | None = None
         self._compute, self._network = 0.0, 1.0
@@ -185,8 +185,10 @@ class AutoBudget(Budget):
 
     @property
     def patience(self) -> int:
-        """Twice as many with each plan that leaves all dense once more, or is hardly faster."""
-        return self._patience.periods
+        """Twice as many with each plan that leaves all dense once more, or is hardly faster; and as
+        many as it takes for decisions to cost little."""
+        period = 0 if self._facts is None else self._facts.period
+        return max(self._patience.periods, self._costs.periods(period))
 
     @property
     def urgent(self) -> bool:
@@ -197,7 +199,7 @@ class AutoBudget(Budget):
             return True
         if self._compared or self._patience.ended:
             return True
-        if self._step < self._planned_step + LEAST_APART:
+        if self._step < self._planned_step + max(LEAST_APART, self._costs.wait):
             return False
         now, then = self._allowed_delay(self._step), self._planned_delay
         return now > 2 * max(then, 0.5) or (self._compresses and now < then / 1.5)
@@ -214,6 +216,7 @@ class AutoBudget(Budget):
         if facts.horizon is not None:
             self._horizon = int(facts.horizon)
         self._patience.note(facts.learning_rate)
+        self._costs.observe(facts)
         if facts.plan != self._plans:
             return
         if facts.loss is not None:
@@ -335,7 +338,7 @@ class AutoBudget(Budget):
         self, table: CandidateTable, signals: GradientSignals, costs: StepCosts, step: int
     ) -> Losses:
         """Of all candidates, and their limits."""
-        signals = self._smoothed(signals)
+        signals = self._shares.smoothed(signals)
         signal, noise = noise_of(signals.energy, signals.mean_energy, self._ranks)
         seen = self._observed_factors(
             table, signals, withheld_steps(signals.residual, signal, noise / self._ranks), step
@@ -343,21 +346,6 @@ class AutoBudget(Budget):
         delay, share = self._allowed_delay(step), self._caution * self._options.limits[1]
         metric = self._options.metric
         return losses_of(table, signals, costs, metric, seen, delay, share, self._ranks)
-
-    def _smoothed(self, signals: GradientSignals) -> GradientSignals:
-        """With the mean gradient's share of the energy as the last plans saw it together.
-
-        Sketches of a few steps are off by a fifth, of which differences are made. And a plan takes the
-        layers that seem to lose least, so that errors would not cancel.
-        """
-        if len(self._shares) != len(signals.energy):
-            self._shares, self._shares_of = np.ones(len(signals.energy)), 0
-        self._shares_of += 1
-        seen = signals.energy > 0
-        found = np.minimum(signals.mean_energy[seen] / signals.energy[seen], 1.0)
-        weight = max(NEW_SHARE, 1.0 / self._shares_of)
-        self._shares[seen] += weight * (found - self._shares[seen])
-        return replace(signals, mean_energy=self._shares * signals.energy)
 
     def _observed_factors(
         self, table: CandidateTable, signals: GradientSignals, seen: Float64s, step: int
@@ -448,6 +436,7 @@ class AutoBudget(Budget):
             "network_factor": self._network,
             "correction": limits.correction,
             "drift": limits.drift,
+            "deciding_share": self._costs.share,
             "measure_again": float(asks),
         }
         words = [*self._notes]
@@ -459,7 +448,8 @@ class AutoBudget(Budget):
         kept = facts.step - self._planned_step if self._compresses else 0
         vain = self._plans > 0 and not asks and in_vain(limits, chosen, self._since, facts.step)
         self._patience.judge(vain, kept, facts.step)
-        self._report["patience"] = float(self._patience.periods)
+        self._costs.decided(chosen.parts.exposed, self._patience.periods)
+        self._report["patience"] = float(self.patience)
         self._take(levels, limits, chosen, facts.step)
         return tuple(words)
 
@@ -497,9 +487,9 @@ class AutoBudget(Budget):
             "planned_step": self._planned_step,
             "planned_delay": self._planned_delay,
             **self._patience.to_dict(),
+            "decision_costs": self._costs.to_dict(),
             "factors": None if self._factors is None else self._factors.tolist(),
-            "shares": self._shares.tolist(),
-            "shares_of": self._shares_of,
+            **self._shares.to_dict(),
             "ready": None if self._ready is None else self._ready.tolist(),
             "order": None if self._order is None else self._order.tolist(),
             "compute": self._compute,
@@ -522,10 +512,11 @@ class AutoBudget(Budget):
         self._planned_step = int(state["planned_step"])
         self._planned_delay = float(state["planned_delay"])
         self._patience = Patience.from_dict(state)
+        self._costs = DecisionCosts.from_dict(state.get("decision_costs", {}))  # older states have none
         self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
         if self._factors is not None and self._factors.ndim == 1:  # older states know one kind
             self._factors = np.stack([np.ones_like(self._factors), self._factors])
-        self._shares, self._shares_of = np.array(state["shares"]), int(state["shares_of"])
+        self._shares = MeanShares.from_dict(state)
         self._order = _int64s(state["order"])
         self._compute, self._network = float(state["compute"]), float(state["network"])
         self._drift, self._caution = float(state["drift"]), float(state["caution"])

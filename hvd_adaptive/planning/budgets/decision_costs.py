@@ -1,0 +1,93 @@
+"""What ``auto``'s own decisions cost: they are to take next to nothing of a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvd_adaptive.planning.measurements import StepMeasurements
+
+__all__ = ["SHARE", "WORTH", "DecisionCosts"]
+
+SHARE = 0.005
+"""Of the time so far that measuring gradients, planning, and measuring the network again may take."""
+WORTH = 20
+"""By what factor the communication that a plan leaves exposed until the next one must exceed what that
+one costs, if it is to come sooner: then there is enough that it may save."""
+
+
+@dataclass(slots=True)
+class DecisionCosts:
+    """Seconds of decisions and of training, and how long a plan is kept for their sake.
+
+    What comes before the first plan is in force is not counted: kernels are loaded meanwhile, and it
+    must come.
+
+    Example:
+        >>> step = StepMeasurements(0, seconds=0.1, deciding_seconds=0.001, plan=1)
+        >>> costs = DecisionCosts()
+        >>> for _ in range(101):  # the first step tells what the plan took
+        ...     costs.observe(step)
+        >>> costs.decided(exposed=0.0)  # 0.1 s of 10 s, and the next would be as much again
+        >>> costs.wait, costs.periods(100)
+        (300, 3)
+        >>> for _ in range(100):
+        ...     costs.observe(step)
+        >>> costs.decided(exposed=0.02)  # of which 2 s may be saved in 100 steps, by a plan of 0.1 s
+        >>> costs.wait, round(costs.share, 6)
+        (100, 0.01)
+    """
+
+    wait: int = 0
+    """Steps for which the plan in force is kept, unless something goes wrong."""
+    _begun: bool = False
+    _elapsed: float = 0.0
+    _steps: int = 0
+    _spent: float = 0.0
+    _last: float = 0.0
+    """What was spent since the last plan, without measuring the network: of what the next one costs."""
+
+    @property
+    def share(self) -> float:
+        """What decisions have taken, of the time since the first plan."""
+        return self._spent / self._elapsed if self._elapsed else 0.0
+
+    def observe(self, facts: StepMeasurements) -> None:
+        """Count a step."""
+        if self._begun:
+            self._last += facts.deciding_seconds
+            self._spent += facts.deciding_seconds + facts.pricing_seconds
+            if facts.seconds is not None:
+                self._elapsed += facts.seconds
+                self._steps += 1
+        self._begun |= facts.plan > 0
+
+    def decided(self, exposed: float, patience: int = 1) -> None:
+        """A plan was made.
+
+        Args:
+            exposed: seconds of communication that it is expected to leave exposed in a step.
+            patience: by what factor less of them may be expected to be saved.
+        """
+        last, self._last = self._last, 0.0
+        if not self._elapsed:
+            return
+        wait = ((self._spent + last) / SHARE - self._elapsed) / (self._elapsed / self._steps)
+        if exposed > 0:
+            wait = min(wait, WORTH * patience * last / exposed)
+        self.wait = max(0, math.ceil(wait - 1e-9))
+
+    def periods(self, period: int) -> int:
+        """How many of so many steps the plan in force is kept; 1 where there are no periods."""
+        return max(1, math.ceil(self.wait / period)) if period else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> DecisionCosts:
+        """As :meth:`to_dict` made it."""
+        return cls(**state)
