@@ -23,7 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -287,12 +287,17 @@ def main() -> int:
     )
 
 
+def cost_of(row: Mapping[str, Any]) -> float:
+    """Share of the time that planning takes: as steps show it, or by its own clock if that is more."""
+    return max(float(row["planning"]), float(row.get("counted", 0.0)))
+
+
 def missed(cases: dict[str, Any]) -> list[str]:
     """Where planning takes more than the target."""
     return [
-        f"{name}: {row['planning']:.2%}, target {CASES[name].target:.1%}"
+        f"{name}: {cost_of(row):.2%}, target {CASES[name].target:.1%}"
         for name, row in cases.items()
-        if row["planning"] > CASES[name].target
+        if cost_of(row) > CASES[name].target
     ]
 
 

@@ -14,6 +14,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -39,16 +40,18 @@ class Training:
     def __init__(self, words: Sequence[str], steps: int, floor: float) -> None:
         self._steps, self._floor = steps, floor
         preset = prepare(words)
-        self._optimizer, _ = make_optimizer(preset.options, preset.model)
+        self._optimizer, self._meter = make_optimizer(preset.options, preset.model)
         if hasattr(self._optimizer, "set_horizon"):
             self._optimizer.set_horizon(steps)
         self._preset = replace(preset, rule=self._optimizer)
         self._batches = preset.forever()
         self._done, self._seconds = 0, 0.0
+        self._away = ExitStack()
         self.evaluations: list[dict[str, float]] = []
 
     def turn(self, steps: int, every: int) -> None:
         """Train for so many steps, and see how good it is if that is due."""
+        self._away.close()
         for _ in range(min(steps, self._steps - self._done)):
             started = perf_counter()
             self._preset.set_rate(self._done, self._steps, hvd.size(), self._floor)
@@ -57,7 +60,15 @@ class Training:
             self._done += 1
             if self._done % every == 0 or self._done == self._steps:
                 at = {"step": self._done, "seconds": round(self._seconds, 3)}
-                self.evaluations.append(at | self._preset.score())
+                with self._meter.paused():
+                    self.evaluations.append(at | self._preset.score() | self._deciding())
+        self._away.enter_context(self._meter.paused())  # the time of the others is not its own
+
+    def _deciding(self) -> dict[str, float]:
+        """The share of the time that a planner has counted for its decisions, where one does."""
+        reducer = getattr(self._optimizer, "_reducer", None)
+        outlook = None if reducer is None else reducer.controller.outlook
+        return {} if outlook is None else {"deciding": outlook.deciding_share}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

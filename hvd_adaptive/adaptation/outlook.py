@@ -71,8 +71,9 @@ class Outlook:
 
     @property
     def deciding_share(self) -> float:
-        """Share of the time that decisions have taken, as the last plan knew; 0 where none counts."""
-        return self._planner.budget.report().get("deciding_share", 0.0)
+        """Share of the time that decisions have taken, on the rank that plans; 0 where none counts."""
+        budget = self._planner.budget
+        return budget.deciding_share if isinstance(budget, AutoBudget) else 0.0
 
     def trace(self) -> StepTrace | None:
         """What the last plan of ``auto`` was made from, on the rank that plans; None elsewhere."""

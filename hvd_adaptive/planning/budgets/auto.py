@@ -179,6 +179,11 @@ class AutoBudget(Budget):
         return self._dense
 
     @property
+    def deciding_share(self) -> float:
+        """Of the time since the first plan: what decisions have taken."""
+        return self._costs.share
+
+    @property
     def plans(self) -> int:
         """How many there have been."""
         return self._plans
