@@ -303,6 +303,7 @@ def planning_cost() -> str:
                 f"{100 * row[key]:+.2f} %"
                 for key in ("measuring", "changing", "planning", "other steps", "two without")
             ),
+            f"{100 * row['counted']:.2f} %" if "counted" in row else "-",
         ]
         for name, row in cases.items()
     ]
@@ -314,6 +315,7 @@ def planning_cost() -> str:
         "both",
         "other steps",
         "two runs without",
+        "by its own clock",
     ]
     return section(
         "Overhead of planning",

@@ -18,6 +18,7 @@ from hvd_adaptive.commands import run_command
 from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.kernels import for_device
+from hvd_adaptive.kernels.signs import Signs
 from hvd_adaptive.planning import knapsack
 
 _OPTIONS = ("alq:coding=huffman", "redsync:values=sign", "qsgdinf:rotate=hadamard")
@@ -30,7 +31,9 @@ def precompile() -> float:
     for name in (*compressors.REGISTRY, *_OPTIONS):
         _use(compressors.parse(name))
     _use_huffman()
-    for_device(torch.device("cpu")).sparse.sample_spectrum(torch.ones(64))
+    kernels = for_device(torch.device("cpu"))
+    kernels.sparse.sample_spectrum(torch.ones(64))
+    kernels.measuring.signed_sums(torch.ones(64), Signs.of(64, 0))
     for solve in (knapsack.min_cost, knapsack.min_error):
         solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
     kernel_cache.mark_complete()

@@ -745,10 +745,10 @@ class MeasuringKernels(Protocol):
         Args:
             x: float32, 1-D, contiguous.
             signs: of as many elements.
-            minus: likewise; None takes nothing away.
+            minus: of the same kind and size; None takes nothing away.
 
         Raises:
-            ValueError: ``x`` or ``minus`` is of another kind.
+            ValueError: ``x`` or ``minus`` is of another kind, or the sizes do not fit.
         """
 
     def cast_error(self, x: Tensor, dtype: torch.dtype) -> float:

@@ -97,12 +97,17 @@ def test_a_cast_of_what_is_not_finite_has_no_finite_error(
     assert kernels.cast_error(torch.empty(0), dtype) == 0
 
 
-def test_other_tensors_are_refused() -> None:
+@MODULES
+def test_other_tensors_are_refused(kernels: ModuleType) -> None:
+    signs = Signs.of(4, 0)
     for x in (torch.ones(4, dtype=torch.float64), torch.ones(2, 2), torch.ones(8)[::2]):
         with pytest.raises(ValueError, match="must be 1-D contiguous float32"):
-            cpu.signed_sums(x, Signs.of(4, 0))
+            kernels.signed_sums(x, signs)
         with pytest.raises(ValueError, match="must be 1-D contiguous float32"):
             cpu.cast_error(x, torch.float16)
+    for x, minus in ((torch.ones(COLUMNS + 1), None), (torch.ones(4), torch.ones(3))):
+        with pytest.raises(ValueError, match="do not fit"):
+            kernels.signed_sums(x, signs, minus)
 
 
 @MODULES
