@@ -414,6 +414,20 @@ def test_another_learning_rate_ends_patience() -> None:
     assert world.planner.budget.patience == 1
 
 
+def test_dense_steps_that_are_off_spare_the_network_and_tell_the_same() -> None:
+    """A slower machine, or network: half a second of measuring would tell what dense steps do."""
+    world = World(mbit=1e5).run(400)
+    world.compute *= 1.3
+    world.run(100)
+    assert not any(each.report["measure_again"] for each in world.decisions)
+    said = [reason for each in world.decisions for reason in each.reasons]
+    assert any("so forecasts go by the last dense steps" in reason for reason in said)
+    assert world.decisions[-1].report["seconds"] == pytest.approx(world.times[-1], rel=0.05)
+    world.compute *= 2  # what is far off is measured
+    world.run(100)
+    assert any(each.report["measure_again"] for each in world.decisions)
+
+
 def test_patience_ends_where_the_network_becomes_slow() -> None:
     world = World(mbit=1e5).run(3000)
     assert world.decisions[-1].report["patience"] == 8

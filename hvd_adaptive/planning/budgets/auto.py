@@ -13,7 +13,7 @@ from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
 from hvd_adaptive.planning.budgets.decision_costs import DecisionCosts
 from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
-from hvd_adaptive.planning.budgets.forecast_score import TOLERANCE, ForecastScore
+from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.budgets.losses import Losses, losses_of, withheld_at_first
 from hvd_adaptive.planning.budgets.mean_shares import MeanShares
@@ -71,8 +71,9 @@ class Accuracy(BudgetOptions):
     Training starts dense. The first plan comes after some timed steps, the next ones every period and
     whenever the allowed delay has changed much. While all stays dense, or a plan saves next to nothing
     over the one before, each is kept for twice as many periods as the one before, up to eight; unless
-    the learning rate doubles or halves. What a plan foresees is compared with its steps; two
-    windows of steps in a row that are off by 15 % have the network measured again.
+    the learning rate doubles or halves. What a plan foresees is compared with its steps; after two
+    windows of steps in a row that are off by 15 % the network is measured again, or the last steps
+    tell enough, if they are dense.
 
     Args:
         accuracy: ``strict``, ``balanced`` or ``fast``, which set both limits.
@@ -245,8 +246,17 @@ class AutoBudget(Budget):
         if self._control.on:
             return
         self._again.judge(score, self._step)
-        if self._again.wanted:
-            self._dense.keep_last(score.window)
+        self._spare()
+
+    def _spare(self) -> None:
+        """Where forecasts are off, go by the last dense steps: where they do, nothing is measured."""
+        score = self._score
+        if not self._again.wanted:
+            return
+        self._dense.keep_last(score.window)
+        spared = not self._compresses and self._again.spared(score, self._step)
+        so = "forecasts go by the last dense steps" if spared else "the network is measured again"
+        self._notes = [score.told(so)]
 
     def _compare(self, seconds: float, share: float) -> None:
         """Have dense steps follow, if compressed ones take longer than these did."""
@@ -274,14 +284,9 @@ class AutoBudget(Budget):
         if facts is None or facts.signals is None or facts.costs is None:
             raise ValueError("auto needs PlanningInput(..., signals=..., costs=...)")
         signals, costs = facts.signals, facts.costs
-        score = self._score
         if not self._control.on:
-            self._again.join(score, facts.step)
-        if self._again.wanted and score.median is not None and score.expected is not None:
-            self._notes = [
-                f"a step took {in_ms(score.median)}, {in_ms(score.expected)} were foreseen: off by "
-                f"more than {100 * TOLERANCE:.0f} %, so the network is measured again"
-            ]
+            self._again.join(self._score, facts.step)
+            self._spare()
         if self._guard.blames:
             self._caution *= 0.5
         verdict = self._guard.take_verdict()

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adaptive.planning.explanation import in_ms
+
 __all__ = ["ForecastScore"]
 
 TOLERANCE = 0.15
@@ -75,6 +77,12 @@ class ForecastScore:
             missed = abs(self.median - self.expected) > TOLERANCE * self.expected
             self.misses = self.misses + 1 if missed else 0
         return True
+
+    def told(self, so: str) -> str:
+        """That the last window was off, and what follows from that."""
+        took, foreseen = (in_ms(each or 0.0) for each in (self.median, self.expected))
+        off = f"{100 * TOLERANCE:.0f} %"
+        return f"a step took {took}, {foreseen} were foreseen: off by more than {off}, so {so}"
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""

@@ -53,18 +53,30 @@ class Remeasurement:
 
     def _may(self, score: ForecastScore, step: int) -> bool:
         """Not again and again where measuring does not help, unless all is very different."""
-        gap = self._gap
-        if score.median is not None and score.expected:
-            far = abs(math.log(score.median / score.expected)) > math.log(FAR_OFF)
-            gap = min(gap, FAR_GAP) if far else gap
+        gap = min(self._gap, FAR_GAP) if _far_off(score) else self._gap
         return step >= self._step + gap
+
+    def spared(self, score: ForecastScore, step: int) -> bool:
+        """Dense steps were off: whether a plan that goes by them is enough, and is due instead.
+
+        They tell how much slower the network is than it was measured, or how much slower the machine
+        is. What is far off is measured.
+        """
+        if not self.wanted or _far_off(score):
+            return False
+        self.wanted, self.done = False, True
+        self._wait(step)
+        return True
 
     def asked(self, step: int) -> bool:
         """A plan is there: whether it asks for a measurement."""
         asks, self.done, self.wanted = self.wanted, self.wanted, False
         if asks:
-            self._step, self._gap = step, min(2 * self._gap, MOST_GAP)
+            self._wait(step)
         return asks
+
+    def _wait(self, step: int) -> None:
+        self._step, self._gap = step, min(2 * self._gap, MOST_GAP)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON, for the state of a budget."""
@@ -84,3 +96,10 @@ class Remeasurement:
             int(state["measured_step"]),
             int(state["measure_gap"]),
         )
+
+
+def _far_off(score: ForecastScore) -> bool:
+    """Whether steps took a very different time than was foreseen."""
+    if score.median is None or not score.expected:
+        return False
+    return abs(math.log(score.median / score.expected)) > math.log(FAR_OFF)
