@@ -352,7 +352,7 @@ def test_a_planner_that_is_late_delays_the_switch_and_no_step(monkeypatch: Any) 
     plan = Planner.plan
 
     def slowly(self: Planner, facts: Any) -> Any:
-        time.sleep(2.0)
+        time.sleep(6.0)
         return plan(self, facts)
 
     monkeypatch.setattr(Planner, "plan", slowly)
@@ -369,7 +369,7 @@ def test_a_planner_that_is_late_delays_the_switch_and_no_step(monkeypatch: Any) 
         before = digest
     assert_same_on_all_ranks(first_change)
     assert first_change > LAG
-    assert longest < 1.0
+    assert longest < 3.0  # kernels that are loaded meanwhile take a second where cores are shared
 
 
 @pytest.mark.ranks(2)
