@@ -184,7 +184,8 @@ def compare(with_one: Times, without: Times, block: int) -> dict[str, Any]:
     measured[with_one.measured] = True
     if measured.all():  # a sum is kept in every step; errors are those of its mean
         measured = steps % block == 0
-    plain = float(np.median(seconds[counted & ~near & ~measured]))
+    ordinary = seconds[counted & ~near & ~measured]
+    plain = float(np.median(ordinary))
     usual = np.median(np.array(without.seconds)[counted])
     alone = np.flatnonzero(counted & ~near & measured)
     # errors are measured in the first step of a period, and energies in all
@@ -192,7 +193,6 @@ def compare(with_one: Times, without: Times, block: int) -> dict[str, Any]:
     kinds = [seconds[each] - plain for each in (alone[first], alone[~first]) if len(each)]
     around = [seconds[each - BEFORE : each + AFTER + 1] - plain for each in changes]
     # single steps are at times much longer than their median, also where nothing is decided
-    ordinary = seconds[counted & ~near & ~measured]
     width = BEFORE + AFTER + 1
     windows = ordinary[: len(ordinary) // width * width].reshape(-1, width).sum(1)
     chance = float(np.median(windows)) - width * plain

@@ -2,8 +2,8 @@
 
 A sketch is some sums of a vector's elements under random signs that all ranks draw alike. It is
 linear, so the mean of the ranks' sketches is the sketch of their mean; and signs are independent, so
-the squared norm of a sketch is that of the vector in expectation. :func:`signed_sums` are sixteen
-numbers, for many steps; :func:`sketch` more of them, for one decision by one norm.
+the squared norm of a sketch is that of the vector in expectation. :class:`Gradient` has sixteen
+numbers, for many steps; :func:`sketch` gives more of them, for one decision by one norm.
 
 Source of the first: Alon, Matias and Szegedy, "The Space Complexity of Approximating the Frequency
 Moments" (1996); signs in the shape of a product of rows and columns, so that a pass over the vector is
@@ -23,10 +23,10 @@ from hvd_adaptive.arrays import Float64s
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.kernels.signs import DRAWS, GROUPS, SignedSums, Signs
 
-__all__ = ["NUMBERS", "SKETCH", "Gradient", "signed_sums", "sketch"]
+__all__ = ["NUMBERS", "SKETCH", "Gradient", "sketch"]
 
 NUMBERS = DRAWS * GROUPS
-"""Of :func:`signed_sums`."""
+"""Of a gradient's sketch."""
 SKETCH = 1021
 """Numbers by which the norm of a layer's mean gradient is known."""
 
@@ -34,10 +34,14 @@ SKETCH = 1021
 class Gradient(NamedTuple):
     """A layer's gradient and what waits of it, as one pass sees them.
 
+    The relative standard deviation of a sketch's squared norm is about 0.35, and up to 0.7 where the
+    vector is made of equal rows; of several layers and steps together it is less.
+
     Args:
         energy: of the gradient: its squared norm; not finite where the gradient is not.
         nonzero: how many of its elements are not 0.
-        numbers: ``float64[NUMBERS]``: of :func:`signed_sums`, of the gradient.
+        numbers: ``float64[NUMBERS]``: the gradient's sketch, whose squared norm is that of the gradient
+            in expectation; zeros where it is not finite.
         waits: ``float64[NUMBERS]``: the same of what is compressed without the gradient.
     """
 
@@ -48,46 +52,26 @@ class Gradient(NamedTuple):
 
     @classmethod
     def seen(cls, grad: Tensor, x: Tensor, layer: int, step: int) -> Gradient:
-        """Look at one.
+        """Look at one. Cost: a pass over ``grad``, and one over both where something waits.
 
         Args:
             grad: the gradient, 1-D float32.
             x: what is compressed; the same memory where nothing waits.
-            layer: as of :func:`signed_sums`.
-            step: likewise.
+            layer: index of the layer, the same on all ranks.
+            step: number of the step, the same on all ranks.
+
+        Example:
+            >>> grad = torch.tensor([3.0, 0.0, -4.0])
+            >>> seen = Gradient.seen(grad, grad, layer=0, step=0)
+            >>> seen.energy, seen.nonzero, seen.waits.tolist() == [0.0] * NUMBERS
+            (25.0, 2, True)
         """
-        signs, sums = _signs_of(grad.numel(), layer, step), for_device(grad.device).measuring
-        found, waits = sums.signed_sums(grad, signs), np.zeros(NUMBERS)
+        (key,) = rng.layer_keys(_SEED, rng.SHARED, step, [layer])
+        signs, kernels = Signs.of(grad.numel(), int(key) >> 1), for_device(grad.device).measuring
+        found, waits = kernels.signed_sums(grad, signs), np.zeros(NUMBERS)
         if x.data_ptr() != grad.data_ptr():
-            waits = _numbers(sums.signed_sums(x, signs, grad))
+            waits = _numbers(kernels.signed_sums(x, signs, grad))
         return cls(found.energy, found.nonzero, _numbers(found), waits)
-
-
-def signed_sums(x: Tensor, layer: int, step: int) -> Float64s:
-    """Sixteen numbers whose squared norm is that of ``x`` in expectation.
-
-    The relative standard deviation of that is about 0.35, and up to 0.7 where the vector is made of
-    equal rows; of several layers and steps together it is less. Cost: a pass over ``x``.
-
-    Args:
-        x: 1-D float32.
-        layer: index of the layer, the same on all ranks.
-        step: number of the step, the same on all ranks.
-
-    Returns:
-        ``float64[NUMBERS]``; zeros where ``x`` is not finite.
-
-    Example:
-        >>> signed_sums(torch.zeros(5), layer=0, step=0).tolist() == [0.0] * NUMBERS
-        True
-    """
-    signs = _signs_of(x.numel(), layer, step)
-    return _numbers(for_device(x.device).measuring.signed_sums(x, signs))
-
-
-def _signs_of(numel: int, layer: int, step: int) -> Signs:
-    (key,) = rng.layer_keys(_SEED, rng.SHARED, step, [layer])
-    return Signs.of(numel, int(key) >> 1)
 
 
 def _numbers(found: SignedSums) -> Float64s:

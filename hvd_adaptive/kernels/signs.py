@@ -34,11 +34,12 @@ class Signs(NamedTuple):
         draw = np.random.PCG64(seed)
         return cls(_signs(numel // COLUMNS + 1, draw), _signs(COLUMNS, draw))
 
-    def check(self, *tensors: Tensor) -> None:
+    def check(self, x: Tensor, minus: Tensor | None = None) -> None:
         """ValueError unless they are 1-D contiguous float32, of one size, and no longer than this."""
-        for x in tensors:
-            check_measured(x)
-        sizes, most = [x.numel() for x in tensors], self.rows.shape[1] * COLUMNS
+        tensors = [x] if minus is None else [x, minus]
+        for each in tensors:
+            check_measured(each)
+        sizes, most = [each.numel() for each in tensors], self.rows.shape[1] * COLUMNS
         if len(set(sizes)) > 1 or max(sizes) > most:
             raise ValueError(f"signs of {most} elements do not fit tensors of {sizes}")
 

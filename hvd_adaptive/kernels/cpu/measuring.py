@@ -70,7 +70,7 @@ def _signed_sums(x, minus, n, rows, columns, numbers):
 
 def signed_sums(x: Tensor, signs: Signs, minus: Tensor | None = None) -> SignedSums:
     """See :meth:`hvd_adaptive.kernels.base.MeasuringKernels.signed_sums`. Releases the GIL."""
-    signs.check(x, *([] if minus is None else [minus]))
+    signs.check(x, minus)
     rows = np.ascontiguousarray(signs.rows.numpy().T)
     columns = signs.columns.numpy().reshape(DRAWS, GROUPS, _WIDTH).transpose(1, 0, 2)
     numbers = np.zeros((GROUPS, DRAWS))

@@ -18,7 +18,7 @@ def signed_sums(x: Tensor, signs: Signs, minus: Tensor | None = None) -> SignedS
         >>> signed_sums(torch.tensor([3.0, 0.0, -4.0]), Signs.of(3, seed=0))[1:]
         (25.0, 2)
     """
-    signs.check(x, *([] if minus is None else [minus]))
+    signs.check(x, minus)
     y = x if minus is None else x - minus
     full, rest = divmod(y.numel(), COLUMNS)
     rows, columns = signs.rows.to(y.device), signs.columns.to(y.device)
