@@ -1,15 +1,18 @@
 """One process compiles a kernel, and those that wait for it load what it compiled.
 
 Many ranks that start without a cache would all compile the same kernels at once, on the cores of one
-host. So a process that does not find a kernel in the cache takes a lock on the cache's folder and looks
-again: another process may have compiled the kernel meanwhile. The operating
-system holds the lock (``flock``): when its owner ends, however it does, the next one has it.
+host. So a process that does not find a kernel in the cache takes the kernel's lock and looks
+again: another process may have compiled it meanwhile. Other kernels have locks of their own, so that
+processes can share the work. Who compiles a kernel takes the locks of those that it calls, too, and
+kernels do not call each other in circles: nobody waits for a process that waits for it. The operating
+system holds the locks (``flock``): when an owner ends, however it does, the next one has it.
 """
 
 from __future__ import annotations
 
 import atexit
 import fcntl
+import functools
 import os
 import sys
 import threading
@@ -26,15 +29,15 @@ SAID_FOR: Final = 600.0
 """Seconds for which one line about compiling is enough."""
 
 
-class FolderLock:
+class FileLock:
     """A lock that one process has, in all its threads one at a time; the same thread may nest.
 
     Args:
-        folder: where the lock's file is. Where it cannot be locked, everyone has the lock.
+        path: the lock's file. Where it cannot be locked, everyone has the lock.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "compiling.lock"
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._thread = threading.RLock()
         self._depth = 0
         self._file: int | None = None
@@ -92,12 +95,14 @@ class _SharedCache:
 
     Args:
         cache: Numba's.
-        lock: of the folder that it is in.
+        lock: the function's.
+        said: whose holder may say that kernels are compiled.
     """
 
-    def __init__(self, cache: Any, lock: FolderLock) -> None:
+    def __init__(self, cache: Any, lock: FileLock, said: FileLock) -> None:
         self._cache = cache
         self._lock = lock
+        self._said = said
         self._held = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -114,10 +119,12 @@ class _SharedCache:
             self._lock.release()
             return found
         self._held.count = getattr(self._held, "count", 0) + 1
-        self._lock.say_once(
-            "hvd_adaptive: compiling kernels, once for all processes of this host, which takes up to a "
-            "minute; 'hva precompile' does it beforehand"
+        self._said.acquire()
+        self._said.say_once(
+            "hvd_adaptive: compiling kernels, once for all processes of this host, which takes a "
+            "minute or two; 'hva precompile' does it beforehand, on several cores"
         )
+        self._said.release()
         return None
 
     @contextmanager
@@ -132,14 +139,16 @@ class _SharedCache:
                 self._lock.release()
 
 
-def compile_once(dispatcher: Any, folder: Path) -> Any:
+def compile_once(dispatcher: Any, folder: Path, name: str) -> Any:
     """Have one process compile this function at a time; the others load it.
 
     Args:
         dispatcher: what ``numba.njit(cache=True)`` returns.
         folder: where its cache is.
+        name: the function's, with its module's.
     """
-    cache = _SharedCache(dispatcher._cache, _lock_of(folder))
+    lock, said = (_lock_at(folder / f"{each}.lock") for each in (name, "said"))
+    cache = _SharedCache(dispatcher._cache, lock, said)
     compile_it = dispatcher.compile
 
     def compile_or_load(signature: Any) -> Any:
@@ -157,12 +166,10 @@ def leave_terminal_alone(dispatcher: Any) -> Any:
     return dispatcher
 
 
-_locks: dict[Path, FolderLock] = {}
-
-
-def _lock_of(folder: Path) -> FolderLock:
-    """One per folder and process: kernels that compile each other share it."""
-    return _locks.setdefault(folder, FolderLock(folder))
+@functools.cache
+def _lock_at(path: Path) -> FileLock:
+    """One per file and process: functions of one name, which closures have, can then nest."""
+    return FileLock(path)
 
 
 @contextmanager

@@ -56,7 +56,8 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         if folder is None:
             return leave_terminal_alone(njit(**options)(function))
         with _kept_in(folder):
-            return compile_once(njit(cache=True, **options)(function), folder)
+            name = f"{function.__module__}.{function.__qualname__}"
+            return compile_once(njit(cache=True, **options)(function), folder, name)
 
     return decorate
 
@@ -185,7 +186,7 @@ def _folder_for_lack_of_another() -> Path | None:
         folder = private_folder(Path(tempfile.gettempdir()))
         what = f"are kept in {folder}"
     except OSError as error:
-        what = f"are compiled again by every process, for up to a minute ({error})"
+        what = f"are compiled again by every process, for a minute or two ({error})"
     warnings.warn(
         f"Numba's kernels {what}, because neither beside the package nor in the user's cache folder "
         "can files be written: set NUMBA_CACHE_DIR to a folder of yours that can",

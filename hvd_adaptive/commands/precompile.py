@@ -1,21 +1,27 @@
 """``hva precompile``: compile every kernel into Numba's cache.
 
 Also ``python -m hvd_adaptive.commands.precompile``.
-Worth one line in a job script: without it each rank compiles, in its first steps, for up to a minute.
+Worth one line in a job script: without it ranks wait in their first steps, for a minute or two, while
+one of each host compiles. This command shares the work among processes on up to four cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from hvd_adaptive import compressors, kernel_cache
 from hvd_adaptive.commands import run_command
-from hvd_adaptive.compressors import Compressor, GatheredCompressor, Learner, MultiLevel
+from hvd_adaptive.compressors import GatheredCompressor, Learner, MultiLevel
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.kernels.signs import Signs
@@ -25,23 +31,58 @@ _OPTIONS = ("alq:coding=huffman", "redsync:values=sign", "qsgdinf:rotate=hadamar
 """Besides every member with its defaults: what takes other paths through the kernels."""
 
 
-def precompile() -> float:
-    """Run every kernel on a few elements, which compiles it; returns the seconds that took."""
+_MOST_PROCESSES = 4
+"""Each takes some hundred MB while it compiles, and kernels call each other: more would mostly wait."""
+
+
+def precompile(index: int = 0, processes: int = 1) -> float:
+    """Run every kernel on a few elements, which compiles it; returns the seconds that took.
+
+    Processes that do so at the same time share the work, however long kernels take: each begins
+    elsewhere, goes on with what the others come to last, and loads what they have compiled.
+
+    Args:
+        index: of this process among them.
+        processes: how many they are.
+    """
     start = time.perf_counter()
-    for name in (*compressors.REGISTRY, *_OPTIONS):
-        _use(compressors.parse(name))
-    _use_huffman()
-    kernels = for_device(torch.device("cpu"))
-    kernels.sparse.sample_spectrum(torch.ones(64))
-    kernels.measuring.signed_sums(torch.ones(64), Signs.of(64, 0))
-    for solve in (knapsack.min_cost, knapsack.min_error):
-        solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
+    uses = _uses()
+    first, share = index * len(uses) // processes, -(-len(uses) // processes)
+    uses = [*uses[first:], *uses[:first]]
+    for use in (*uses[:share], *reversed(uses[share:])):
+        if index and kernel_cache.is_complete():
+            break
+        use()
     kernel_cache.mark_complete()
     return time.perf_counter() - start
 
 
-def _use(compressor: Compressor) -> None:
+@contextmanager
+def _helpers(number: int) -> Iterator[None]:
+    """So many processes that compile as well."""
+    program = "from hvd_adaptive.commands import precompile\nprecompile.precompile({}, {})"
+    programs = [program.format(each, number + 1) for each in range(1, number + 1)]
+    started = [subprocess.Popen([sys.executable, "-c", each]) for each in programs]
+    try:
+        yield
+    except BaseException:
+        for helper in started:
+            helper.kill()
+        raise
+    finally:
+        for helper in started:
+            helper.wait()
+
+
+def _uses() -> list[Callable[[], None]]:
+    """What together needs every kernel."""
+    compress = (functools.partial(_use, name) for name in (*compressors.REGISTRY, *_OPTIONS))
+    return [*compress, _use_huffman, _use_measuring, _use_planning]
+
+
+def _use(name: str) -> None:
     """Compress, recompress, decompress, measure."""
+    compressor = compressors.parse(name)
     x = torch.linspace(-1, 1, 64)
     state = compressor.new_state()
     if isinstance(state, Learner):
@@ -72,6 +113,17 @@ def _use_huffman() -> None:
     qsgd.decompress_layers_add_(body, [torch.zeros(4096), torch.zeros(4096)], 1.0)
 
 
+def _use_measuring() -> None:
+    kernels = for_device(torch.device("cpu"))
+    kernels.sparse.sample_spectrum(torch.ones(64))
+    kernels.measuring.signed_sums(torch.ones(64), Signs.of(64, 0))
+
+
+def _use_planning() -> None:
+    for solve in (knapsack.min_cost, knapsack.min_error):
+        solve([[0.0, 1.0], [0.0, 2.0]], [[4.0, 1.0], [4.0, 1.0]], 5.0)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = "Compile every kernel into Numba's cache, for all processes that use it."
@@ -80,7 +132,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_options: argparse.Namespace) -> int:
     """Compile, and say how long that took."""
-    print(f"hvd_adaptive kernels ready after {precompile():.1f} s")
+    cores = len(os.sched_getaffinity(0))
+    processes = 1 if kernel_cache.is_complete() else min(cores, _MOST_PROCESSES)
+    start = time.perf_counter()
+    with _helpers(processes - 1):
+        precompile(0, processes)
+    print(f"hvd_adaptive kernels ready after {time.perf_counter() - start:.1f} s")
     return 0
 
 

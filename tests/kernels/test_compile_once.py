@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.compile_once import FolderLock, compile_once
+from hvd_adaptive.compile_once import FileLock, compile_once
 from hvd_adaptive.kernel_cache import PACKAGE
 
 PROGRAM = """
@@ -59,15 +59,15 @@ def test_a_process_leaves_its_terminal_as_it_is(tmp_path: Path) -> None:
     assert said.split() == [b"4"]
 
 
-def held_elsewhere(folder: Path) -> subprocess.Popen[str]:
+def held_elsewhere(path: Path) -> subprocess.Popen[str]:
     """A process that has the lock until it ends."""
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom hvd_adaptive.compile_once import FolderLock\n"
-        "FolderLock(Path(sys.argv[1])).acquire()\nprint('held', flush=True)\ntime.sleep(60)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom hvd_adaptive.compile_once import FileLock\n"
+        "FileLock(Path(sys.argv[1])).acquire()\nprint('held', flush=True)\ntime.sleep(60)\n"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)],
-        env=environment(folder), stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", program, str(path)],
+        env=environment(path.parent), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
@@ -75,10 +75,10 @@ def held_elsewhere(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_a_lock_whose_holder_is_killed_is_free(tmp_path: Path) -> None:
-    with held_elsewhere(tmp_path) as holder:
+    with held_elsewhere(tmp_path / "lock") as holder:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        lock = FolderLock(tmp_path)
+        lock = FileLock(tmp_path / "lock")
         started = time.monotonic()
         lock.acquire()
         assert time.monotonic() - started < 5
@@ -88,13 +88,13 @@ def test_a_lock_whose_holder_is_killed_is_free(tmp_path: Path) -> None:
 def test_who_waits_too_long_does_it_himself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds the lock may be stopped."""
     monkeypatch.setattr("hvd_adaptive.compile_once.LONGEST_WAIT", 0.1)
-    with held_elsewhere(tmp_path) as holder:
-        FolderLock(tmp_path).acquire()
+    with held_elsewhere(tmp_path / "lock") as holder:
+        FileLock(tmp_path / "lock").acquire()
         holder.kill()
 
 
 def test_a_folder_that_cannot_be_locked_locks_nobody(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "nowhere")
+    lock = FileLock(tmp_path / "nowhere" / "lock")
     lock.acquire()
     lock.say_once("nobody hears this")
     lock.release()
@@ -122,13 +122,13 @@ class _Dispatcher:
 def test_the_lock_is_free_after_each_kernel_also_one_that_cannot_be_compiled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dispatcher = compile_once(_Dispatcher({}), tmp_path)
+    dispatcher = compile_once(_Dispatcher({}), tmp_path, "kernel")
     assert dispatcher.compile("f") == "compiled f"
     with pytest.raises(TypeError, match="cannot be compiled"):
         dispatcher.compile("bad")
     dispatcher.compile("g")
     assert capsys.readouterr().err.count("compiling kernels") == 1
-    FolderLock(tmp_path).acquire()  # as another process's
+    FileLock(tmp_path / "kernel.lock").acquire()  # as another process's
 
 
 def test_what_another_process_has_compiled_meanwhile_is_loaded(tmp_path: Path) -> None:
@@ -141,7 +141,16 @@ def test_what_another_process_has_compiled_meanwhile_is_loaded(tmp_path: Path) -
             self.looks += 1
             return "loaded" if self.looks == 2 else default
 
-    dispatcher = compile_once(_Dispatcher(Late()), tmp_path)
+    dispatcher = compile_once(_Dispatcher(Late()), tmp_path, "kernel")
     assert dispatcher.compile("f") == "loaded"
     assert dispatcher.kept == {}
-    FolderLock(tmp_path).acquire()
+    FileLock(tmp_path / "kernel.lock").acquire()
+
+
+def test_a_kernel_is_compiled_while_another_process_compiles_another_one(tmp_path: Path) -> None:
+    with held_elsewhere(tmp_path / "other.lock") as holder:
+        dispatcher = compile_once(_Dispatcher({}), tmp_path, "kernel")
+        started = time.monotonic()
+        assert dispatcher.compile("f") == "compiled f"
+        assert time.monotonic() - started < 5
+        holder.kill()

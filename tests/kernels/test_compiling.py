@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from hvd_adaptive.commands import precompile
 from hvd_adaptive.compressors import sparse
 from hvd_adaptive.kernels.reference import sparse as reference
 from hvd_adaptive.wire import frame as wire_frame
@@ -31,6 +34,43 @@ def test_warm_says_how_long_it_took() -> None:
     command = [sys.executable, "-m", "hvd_adaptive.commands.precompile"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "kernels ready after" in done.stdout
+
+
+def test_helpers_stop_where_all_is_compiled_and_are_ended_where_compiling_fails() -> None:
+    precompile.precompile()
+    with precompile._helpers(2):
+        pass
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), precompile._helpers(2):
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 20])
+def test_each_process_begins_elsewhere_and_runs_all(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    uses = [functools.partial(ran.append, each) for each in range(10)]
+    monkeypatch.setattr(precompile, "_uses", lambda: uses)
+    monkeypatch.setattr(precompile.kernel_cache, "is_complete", lambda: False)
+    monkeypatch.setattr(precompile.kernel_cache, "mark_complete", lambda: None)
+    begun = set()
+    for index in range(processes):
+        ran.clear()
+        precompile.precompile(index, processes)
+        assert sorted(ran) == list(range(10))
+        begun.add(ran[0])
+    assert len(begun) == min(10, processes)
+
+
+def test_a_process_that_helps_stops_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(precompile, "_uses", lambda: [functools.partial(ran.append, 1)] * 10)
+    monkeypatch.setattr(precompile.kernel_cache, "is_complete", lambda: len(ran) == 3)
+    monkeypatch.setattr(precompile.kernel_cache, "mark_complete", lambda: None)
+    precompile.precompile(1, 2)
+    assert len(ran) == 3
 
 
 def test_huffman_coding_is_compiled_beforehand() -> None:

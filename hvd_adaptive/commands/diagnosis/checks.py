@@ -233,7 +233,7 @@ def precompiled(facts: Facts) -> Finding | None:
     bad = _first(facts, lambda rank: bool(rank.kernels) and not rank.precompiled)
     if bad is None:
         return None
-    what = f"kernels are not compiled yet on {bad[1].host}: the first steps wait for up to a minute"
+    what = f"kernels are not compiled yet on {bad[1].host}: the first steps wait for a minute or two"
     return Finding("slow", what, "hva precompile, on each host that has a folder of its own")
 
 
