@@ -22,6 +22,12 @@ CARRIED = 1 << 19
 SMALL_REPEATS, LARGE_REPEATS = 5, 3
 """How often they are done: the fastest of few large ones is within a tenth of that of many, and what
 they take is time of training, each time that the network is measured again."""
+LOOKS = 2
+"""How often they are done to see whether the network is another one by now."""
+SMALL_APART, LARGE_APART = 1.5, 1.15
+"""In another network, operations take so many times as long, or as short."""
+SMALL_NOISE = 1e-3
+"""Seconds by which small ones then differ, too: they wait for cores more than for the network."""
 LEAST_BYTE = 1e-11
 """Seconds of a byte that no memory is faster than: what noise may not hide."""
 
@@ -139,12 +145,32 @@ class LinkCosts:
         shared = byte * ranks_per_node
         return replace(self, allgather_byte=byte, alltoall_byte=shared, layers=layers)
 
+    def still(self, small: float, byte: float) -> bool:
+        """Whether a look finds the network as this is: see :func:`look_at_link`.
+
+        Args:
+            small: seconds of a small allgather.
+            byte: seconds of a byte in a large one.
+
+        Example:
+            >>> link = LinkCosts.of_gigabit()
+            >>> link.still(3e-4, 8.4e-9), link.still(2e-4, 1.6e-8), link.still(4e-3, 8e-9)
+            (True, False, False)
+        """
+        late = abs(small - self.allgather) > SMALL_NOISE and _apart(small, self.allgather, SMALL_APART)
+        return not late and not _apart(byte, self.allgather_byte, LARGE_APART)
+
     def __str__(self) -> str:
         rates = [8e-6 / each for each in (self.allgather_byte, self.alltoall_byte)]
         return (
             f"allgather {_shown(1e3 * self.allgather, 2)} ms + {_shown(rates[0], 3)} Mbit/s, "
             f"alltoall {_shown(1e3 * self.alltoall, 2)} ms + {_shown(rates[1], 3)} Mbit/s"
         )
+
+
+def _apart(a: float, b: float, times: float) -> bool:
+    """Whether one is more than so many times the other."""
+    return max(a, b) > times * min(a, b)
 
 
 def _shown(value: float, digits: int) -> str:
@@ -196,32 +222,52 @@ def measure_link(transport: Transport, prefix: str) -> LinkCosts:
     return replace(costs, layers=LayerCosts(transport.topology.ranks_per_node, node, peers))
 
 
+def look_at_link(transport: Transport, prefix: str) -> tuple[float, float]:
+    """Seconds of a small allgather, and of a byte in a large one; all ranks call it at the same time.
+
+    Cost: a seventh of :func:`measure_link`.
+
+    Args:
+        transport: between the ranks.
+        prefix: of the operations' names.
+    """
+    if transport.size == 1:
+        known = LinkCosts.of_gigabit()
+        return known.allgather, known.allgather_byte
+    return _operation_costs(transport, prefix, "allgather", "all", (LOOKS, LOOKS))
+
+
 _LAYERS: tuple[Group, ...] = ("node", "peers")
 
 
 def _measured(transport: Transport, prefix: str, group: Group) -> LinkCosts:
     """What operations cost among the ranks of a group."""
-    costs = []
-    operations: tuple[Operation, ...] = ("allgather", "alltoall")
+    repeats = SMALL_REPEATS, LARGE_REPEATS
+    allgather, allgather_byte = _operation_costs(transport, prefix, "allgather", group, repeats)
+    alltoall, alltoall_byte = _operation_costs(transport, prefix, "alltoall", group, repeats)
+    return LinkCosts(allgather, alltoall, allgather_byte, alltoall_byte)
+
+
+def _operation_costs(
+    transport: Transport, prefix: str, operation: Operation, group: Group, repeats: tuple[int, int]
+) -> tuple[float, float]:
+    """Seconds of a small operation, and of a byte in a large one, each repeated so often."""
     members = len(transport.members(group))
     others = _slices(CARRIED // max(1, members - 1), members)
-    for operation in operations:
-        size = others if operation == "allgather" else others * members
-        small, large = (
-            operation_seconds(
-                transport,
-                f"{prefix}.{operation}.{each}",
-                Request(operation, torch.zeros(each, dtype=torch.uint8), group=group),
-                repeats,
-            )
-            for each, repeats in ((_slices(SMALL, members), SMALL_REPEATS), (size, LARGE_REPEATS))
+    size = others if operation == "allgather" else others * members
+    small, large = (
+        operation_seconds(
+            transport,
+            f"{prefix}.{operation}.{each}",
+            Request(operation, torch.zeros(each, dtype=torch.uint8), group=group),
+            times,
         )
-        received = size * members if operation == "allgather" else size
-        payload = torch.zeros(size, dtype=torch.uint8)
-        carried = transport.traffic(Request(operation, payload, group=group), received)
-        costs.append((small, max(LEAST_BYTE, (large - small) / carried)))
-    (allgather, allgather_byte), (alltoall, alltoall_byte) = costs
-    return LinkCosts(allgather, alltoall, allgather_byte, alltoall_byte)
+        for each, times in zip((_slices(SMALL, members), size), repeats, strict=True)
+    )
+    received = size * members if operation == "allgather" else size
+    payload = torch.zeros(size, dtype=torch.uint8)
+    carried = transport.traffic(Request(operation, payload, group=group), received)
+    return small, max(LEAST_BYTE, (large - small) / carried)
 
 
 def _slices(size: int, members: int) -> int:

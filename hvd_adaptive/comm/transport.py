@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.link_costs import LinkCosts, measure_link
+from hvd_adaptive.comm.link_costs import LinkCosts, look_at_link, measure_link
 from hvd_adaptive.comm.request import AVERAGE, Group, Request, nbytes_of, operation_bytes
 from hvd_adaptive.comm.topology import Topology
 
@@ -171,6 +171,10 @@ class Transport(ABC):
     def link_costs(self, prefix: str) -> LinkCosts:
         """What operations among these ranks cost, as they are now; all ranks call it."""
         return measure_link(self, prefix)
+
+    def link_look(self, prefix: str) -> tuple[float, float]:
+        """What tells whether they still are what they were; all ranks call it."""
+        return look_at_link(self, prefix)
 
     def traffic(self, request: Request, received: int) -> int:
         """Bytes that this rank puts on its link for an operation, in one direction.

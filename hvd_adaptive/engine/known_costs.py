@@ -52,6 +52,11 @@ class KnownCosts:
         self._link = None
         self.excess = {}
 
+    def network_is_as_known(self) -> bool:
+        """Whether it looks as it was measured, to this rank; all ranks call it."""
+        look = self.transport.link_look(self.prefix)
+        return self._link is not None and self._link.still(*look)
+
     @property
     def _ranks(self) -> list[int]:
         """How many there are, and how many of them share a node: costs are those of the same ranks."""

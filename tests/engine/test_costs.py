@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvd_adaptive.collectives.costs import CodecCosts
-from hvd_adaptive.comm.link_costs import CARRIED, measure_link
+from hvd_adaptive.comm.link_costs import CARRIED, look_at_link, measure_link
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
@@ -86,6 +86,54 @@ def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == 2 + 3 + 2
     assert once == again
     assert list(once) == ["fp16", *(spec for spec in once if "topk" in spec), "none"]
+
+
+def test_a_network_that_is_what_it_was_is_looked_at_only_but_not_twice_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others than the operations that are looked at may take longer."""
+    usual, slow = (2e-4, 8e-9), (2e-4, 8e-8)
+    looks, measured_at = iter([usual, usual, usual, slow]), []
+    see: list[tuple[float, float]] = []
+    measure_all = LocalTransport.link_costs
+
+    def look(self: LocalTransport, prefix: str) -> tuple[float, float]:
+        if self.rank == 0:
+            see.append(next(looks))
+        return see[-1] if self.rank == 0 else slow  # only the first rank's counts
+
+    def counted(self: LocalTransport, prefix: str) -> Any:
+        if self.rank == 0:
+            measured_at.append(len(see))
+        return measure_all(self, prefix)
+
+    monkeypatch.setattr(LocalTransport, "link_look", look)
+    monkeypatch.setattr(LocalTransport, "link_costs", counted)
+
+    def measure(rank: LocalRank) -> list[Any]:
+        known = KnownCosts(rank.transport(), rank.control("control"), "costs")
+        costs = CostMeasurement(known, ("auto",), 25e6)
+        return [costs([parse("fp16")], again).to_dict() for again in (False, *[True] * 4)]
+
+    found = LocalGroup(2).run(measure)
+    assert measured_at == [0, 2, 4], "at first, the second time in a row, and where it has changed"
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]
+
+
+def test_a_look_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[str] = []
+    submit = LocalTransport.submit
+
+    def watched(self: LocalTransport, request: Any, name: str, step: int) -> Any:
+        if self.rank == 0:
+            submitted.append(request.operation)
+        return submit(self, request, name, step)
+
+    monkeypatch.setattr(LocalTransport, "submit", watched)
+    found = LocalGroup(3).run(lambda rank: look_at_link(rank.transport(), "look"))
+    assert submitted == ["allgather"] * 4
+    assert all(small > 0 and byte > 0 for small, byte in found)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
