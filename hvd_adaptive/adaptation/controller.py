@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -281,7 +281,7 @@ class AdaptationController:
 
     def _plan(self, step: int, measured: Float64s) -> DecisionMessage:
         """The decision for all ranks, and what is expected of it."""
-        start = perf_counter()
+        start = thread_time()  # while this thread waits for a core, training has it
         if Measurement.PERIOD_ENERGY in self._needs:
             energy, steps = self._sampler.period(np.atleast_2d(measured).mean(axis=0))
             period = StepMeasurements(step, period_energy=energy, period_steps=steps)
@@ -294,7 +294,7 @@ class AdaptationController:
         choices = decision.own or (decision.levels,)
         measured_errors = Measurement.ERRORS in self._needs
         seen = [(table, table.energies if measured_errors else np.zeros(0)) for table in tables]
-        message = _message(decision, seen, choices, planner.factors, perf_counter() - start)
+        message = _message(decision, seen, choices, planner.factors, thread_time() - start)
         told = (self._last_decision, self._sums) if self._decided else ()
         return replace(message, changed=(message.levels, message.sums) != told)
 
@@ -493,7 +493,7 @@ def _message(
         seen: the table and the energies that each of the choices was made by.
         choices: of all ranks, or of each.
         factors: at which gains are measured from now on.
-        seconds: that the planner took.
+        seconds: of a core that the planner took.
     """
     message = DecisionMessage(
         levels=tuple(tuple(choice.tolist()) for choice in choices),

@@ -36,7 +36,7 @@ _DESCRIPTIONS: Final = {
     "compression/gain": "Share of the gradient's energy (squared L2 norm) that was sent, from 0 to 1.",
     "residual/norm": "L2 norm of what compression left out of a step.",
     "memory/feedback_bytes": "Bytes that error feedback keeps on this rank.",
-    "plan/planner_ms": "Milliseconds that the planner took; training does not wait for it.",
+    "plan/planner_ms": "Milliseconds of a core that the planner took; training does not wait for it.",
     "plan/bytes": "Bytes per step that the planner expects on this rank's link.",
     "plan/max_bytes": "Bytes per step that the planner allows itself.",
     "plan/error": "Squared L2 error that the planner expects of a step.",
