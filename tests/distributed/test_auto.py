@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import horovod.torch as hvd
@@ -108,3 +109,24 @@ def test_costs_are_measured_and_are_the_same_on_all_ranks() -> None:
     assert len({str(each) for each in everyone(costs.to_dict())}) == 1
     assert len(set(everyone(optimizer.plan.digest))) == 1
     assert optimizer.plan.reasons
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_network_is_looked_at_before_it_is_measured_again_by_all_ranks_alike() -> None:
+    model, optimizer = make("auto:period=8")
+    train(optimizer, model, range(4))
+    outlook = optimizer._reducer.controller.outlook
+    known, first = outlook._measure._known, outlook.measured
+    known._link = replace(first.link, allgather_byte=1.0)
+    outlook.price_again()
+    changed = outlook.measured
+    assert changed.link.allgather_byte < 1e-3
+    assert changed != first
+    # of an unchanged one: ranks see differently well, and go by what the first one sees
+    look = known.network_is_as_known
+    known.network_is_as_known = lambda: look() is None or hvd.rank() == 0
+    outlook.price_again()
+    assert outlook.measured == changed
+    outlook.price_again()
+    assert outlook.measured != changed
+    assert len({str(each) for each in everyone(outlook.measured.to_dict())}) == 1
