@@ -40,7 +40,7 @@ SAID = {
     "kill": r"rank {rank} .*exited on signal 9",
     "freeze": r"hvd_adaptive: rank {rank} has not answered for \d+ s \(process {process} on \S+\): ",
     "raise": r"hvd_adaptive: rank {rank} failed, and the others end with it: ValueError: bad data",
-    "stall": r"Missing ranks:\s+(\S*<std...>:)?{rank}: \[",
+    "stall": r"Missing ranks:\s+(\S*<std...>:)?{rank}!?: \[",
     "leave 0": r"rank \d ends because rank {rank} ended by itself, before the others",
     # mpirun may end the others before they say so, but then says it.
     "leave 3": r"rank \d ends because rank {rank} ended by itself, before the others"
