@@ -56,8 +56,6 @@ class CostMeasurement:
         self._known = known
         self._schemes, self._cap_bytes = tuple(schemes), cap_bytes
         self._link, self._compute_seconds = link, compute_seconds
-        self._added: dict[str, dict[str, Any]] = {}
-        """Costs of compressors whose payloads are added, as JSON: no network changes them."""
         self._last: dict[str, Any] | None = None
         """What was measured last, as JSON."""
         self._looked = False
@@ -97,17 +95,17 @@ class CostMeasurement:
             self._compute_seconds,
         )
         added = {short_spec(x): x for x in compressors if short_spec(x) not in gathered}
-        missing = {spec: x for spec, x in added.items() if spec not in self._added}
+        known = {} if self._last is None else self._last["codecs"]  # no network changes them
+        missing = {spec: x for spec, x in added.items() if spec not in known}
         timed = self._known.timed(lambda: {spec: asdict(_summand(x)) for spec, x in missing.items()})
 
         def codecs() -> dict[str, dict[str, Any]]:
-            rows = {spec: asdict(self._known.codec(x)) for spec, x in gathered.items()}
-            rows |= self._added | timed
+            rows = known | timed
+            rows |= {spec: asdict(self._known.codec(x)) for spec, x in gathered.items()}
             return {short_spec(each): rows[short_spec(each)] for each in compressors}
 
-        costs = self._known.control.decide(lambda: {**found.to_dict(), "codecs": codecs()})
-        self._added, self._last = {spec: costs["codecs"][spec] for spec in added}, costs
-        return MeasuredCosts.from_dict(costs)
+        self._last = self._known.control.decide(lambda: {**found.to_dict(), "codecs": codecs()})
+        return MeasuredCosts.from_dict(self._last)
 
     def _sums(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, SumCosts]:
         """An allreduce of each dtype; its bytes are those of a payload.
