@@ -201,7 +201,7 @@ def _check_momentum(config: CompressionConfig, optimizer: torch.optim.Optimizer)
     if any(group.get("momentum", 0.0) for group in optimizer.param_groups):
         raise ValueError(
             f"feedback {config.feedback.name!r} applies momentum before compression: build the "
-            "optimizer with momentum=0 and write feedback='dgc:momentum=0.9'"
+            f"optimizer with momentum=0 and write feedback='{config.feedback.name}:momentum=0.9'"
         )
 
 

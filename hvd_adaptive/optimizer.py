@@ -97,8 +97,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name and signature)
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks to reduce over; other ranks step with their own gradients. By default
             all; a process set of Horovod, or a process group of torch.distributed.
-        feedback: ``"ef"``, ``"ef21"``, ``"dgc"`` or ``"none"``, with options as in ``"ef:decay=0.9"``,
-            or None for what each compressor needs.
+        feedback: ``"ef"``, ``"ef21"``, ``"ef21-sgdm"``, ``"dgc"`` or ``"none"``, with options as in
+            ``"ef:decay=0.9"``, or None for what each compressor needs.
         scheme: how what is encoded (sparsifiers, quantizers) meets: ``"allgather"``, where every rank
             gets every rank's payload, or ``"two_shot"``, where each rank sums a shard and sends the sum
             compressed again, so that traffic does not grow with the ranks; ``"two_shot:level=8"`` has

@@ -10,7 +10,9 @@ its own that swings from 30 to 330 Mbit/s, a squared sine with noise, and a step
 and its transfers take at the rates of that time. Top-k with EF21 in both directions (*two_shot*: the
 owners of slices are the paper's server), the first 5 % of the steps dense, equally many steps for all.
 *kimad* chooses one density for all layers, so that transfers keep their time; *kimad+* one for each.
-*ef21* has one density throughout, with which as many bytes are sent in all. The paper's times for
+*ef21* has one density throughout, with which as many bytes are sent in all. All of it again *with
+momentum*: that of ``ef21-sgdm``, before compression, in the place of the optimizer's, with the same
+factor and learning rate. The paper's times for
 communication, from 1 to 0.1 s, carry from 50 to 5 % of its ResNet18 at the mean rate; here they are the
 same shares of the time of a dense step. The learning rate, the same for any number of workers, was
 chosen on seed 11 with 4 of them, of 0.04 and 0.08 and 0.2: at the highest, EF21 diverged.
@@ -49,12 +51,19 @@ FEW, SHARE = 4, 0.1
 SEEDS = (1,)
 METHODS = ("ef21", "kimad", "kimad+")
 """The last one in the first table only, as in the paper."""
+EF21, SGDM = "ef21", "ef21-sgdm"
+FEEDBACKS = {EF21: ("", ()), SGDM: (" with momentum", ("--momentum", "0"))}
+"""What a case's title ends with, and options of train.py."""
 CASES = {
-    f"{model} {share:g} of dense {workers} workers seed {seed}": (model, share, workers, seed)
+    f"{model} {share:g} of dense {workers} workers seed {seed}{ending}": (
+        model, share, workers, seed, feedback
+    )
+    for feedback, (ending, _) in FEEDBACKS.items()
     for seed in SEEDS
     for model in MODELS
     for share, workers in [*((share, FEW) for share in SHARES), *((SHARE, each) for each in WORKERS)]
-}
+}  # fmt: skip
+"""Model, share of a dense step's transfers, workers, seed and feedback, by title."""
 PLANNER = "{method}:seconds={seconds:.5g},period=5,warmup=10,share=0"
 """``share=0`` keeps no part of the time free, as the paper."""
 FASTER, EQUAL, BYTES = 0.8, 0.005, 0.05
@@ -73,10 +82,11 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 def train(title: str, steps: int) -> dict[str, Any]:
     """The runs of all methods: EF21's after Kimad's, whose bytes it sends."""
-    model, share, workers, seed = CASES[title]
+    model, share, workers, seed, feedback = CASES[title]
     dense_steps = int(DENSE_SHARE * steps)
     words = ["--virtual-ranks", str(workers), "--seed", str(seed), "--scheme", "two_shot"]
-    words += ["--swing", f"{LOW:g}", f"{HIGH:g}", f"{PERIOD:g}", *MODELS[model], "--feedback", "ef21"]
+    words += ["--swing", f"{LOW:g}", f"{HIGH:g}", f"{PERIOD:g}", *MODELS[model]]
+    words += ["--feedback", feedback, *FEEDBACKS[feedback][1]]
     words += ["--compute-seconds", f"{COMPUTE_SECONDS:g}", "--dense-steps", str(dense_steps)]
     seconds = COMPUTE_SECONDS + share * dense_seconds(model, workers)
     found: dict[str, Any] = {"asked": seconds}
@@ -157,50 +167,54 @@ def best_ratio(case: Mapping[str, Any]) -> float:
     return at_best(case["asked"] - COMPUTE_SECONDS)
 
 
-def _cases_of(cases: Mapping[str, Any], wanted: Iterable[tuple[float, int]]) -> list[tuple[str, Any]]:
-    """The cases of these shares and workers, in this order."""
+def _cases_of(
+    cases: Mapping[str, Any], feedback: str, wanted: Iterable[tuple[float, int]]
+) -> list[tuple[str, Any]]:
+    """The cases of a feedback with these shares and workers, in this order."""
     order = {pair: number for number, pair in enumerate(wanted)}
-    found = [title for title in cases if CASES[title][1:3] in order]
+    found = [title for title in cases if CASES[title][1:3] in order and CASES[title][4] == feedback]
     return [(title, cases[title]) for title in sorted(found, key=lambda each: order[CASES[each][1:3]])]
 
 
-def of_times(cases: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def of_times(cases: Mapping[str, Any], feedback: str = EF21) -> list[tuple[str, Any]]:
     """Those of table 1."""
-    return _cases_of(cases, ((share, FEW) for share in SHARES))
+    return _cases_of(cases, feedback, ((share, FEW) for share in SHARES))
 
 
-def of_workers(cases: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def of_workers(cases: Mapping[str, Any], feedback: str = EF21) -> list[tuple[str, Any]]:
     """Those of table 2."""
-    return _cases_of(cases, ((SHARE, workers) for workers in WORKERS))
+    return _cases_of(cases, feedback, ((SHARE, workers) for workers in WORKERS))
 
 
 def rows(cases: Mapping[str, Any]) -> list[list[object]]:
     """The first table: a row for each time that transfers have."""
-    heading = ["model", "transfers, of dense", "a step is to take", *METHODS, "kimad, of ef21"]
-    heading += ["at best", "in the paper", "MB of ef21, of kimad's", "accuracy"]
+    heading = ["model", "feedback", "transfers, of dense", "a step is to take"]
+    heading += ["one density", *METHODS[1:], "kimad, of one density", "at best", "in the paper"]
+    heading += ["MB of one density, of kimad's", "accuracy"]
     table: list[list[object]] = [[*heading]]
-    for title, case in of_times(cases):
-        model, share, _, _ = CASES[title]
+    for title, case in [each for feedback in FEEDBACKS for each in of_times(cases, feedback)]:
+        model, share, _, _, feedback = CASES[title]
         theirs = SHARES[share][1] / SHARES[share][0]
         took = [f"{1e3 * later_seconds(case[each]):.1f} ms" for each in METHODS]
         sent = case["ef21"]["traffic"] / case["kimad"]["traffic"]
         scores = ", ".join(f"{case[each]['score']['accuracy']:.2%}" for each in METHODS)
         asked = f"{1e3 * case['asked']:.1f} ms"
         ratios = [f"{each:.2f}" for each in (ratio(case), best_ratio(case), theirs, sent)]
-        table.append([model, f"{share:.0%}", asked, *took, *ratios, scores])
+        table.append([model, feedback, f"{share:.0%}", asked, *took, *ratios, scores])
     return table
 
 
 def worker_rows(cases: Mapping[str, Any]) -> list[list[object]]:
     """The second table: a row for each number of workers."""
-    heading = ["model", "workers", "ef21", "kimad", "kimad, of ef21", "ef21 in the paper", "kimad"]
-    table: list[list[object]] = [[*heading, "its steps, of ef21's"]]
-    for title, case in of_workers(cases):
-        model, _, workers, _ = CASES[title]
+    heading = ["model", "feedback", "workers", "one density", "kimad", "difference"]
+    heading += ["one density in the paper", "kimad in the paper", "its steps, of one density's"]
+    table: list[list[object]] = [[*heading]]
+    for title, case in [each for feedback in FEEDBACKS for each in of_workers(cases, feedback)]:
+        model, _, workers, _, feedback = CASES[title]
         scores = [f"{case[each]['score']['accuracy']:.2%}" for each in METHODS[:2]]
         less = f"{-100 * lost(case['kimad'], case['ef21']):+.2f} pp"
         theirs = [f"{each:.2f} %" for each in WORKERS[workers]]
-        table.append([model, workers, *scores, less, *theirs, f"{ratio(case):.2f}"])
+        table.append([model, feedback, workers, *scores, less, *theirs, f"{ratio(case):.2f}"])
     return table
 
 

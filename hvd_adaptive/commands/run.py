@@ -27,7 +27,12 @@ LAUNCHERS: Final = ("horovodrun", "mpirun", "mpiexec", "orterun", "srun", "torch
 OPTIONS: Final = (
     ("compression", str, "SPEC", "how gradients are compressed, such as qsgd:bits=4"),
     ("planner", str, "SPEC", "what chooses each layer's level during training, such as lgreco"),
-    ("feedback", str, "SPEC", "what happens to what compression leaves out: ef, ef21, dgc, none"),
+    (
+        "feedback",
+        str,
+        "SPEC",
+        "what becomes of what compression leaves out: ef, ef21, ef21-sgdm, dgc, none",
+    ),
     (
         "scheme",
         str,

@@ -18,13 +18,14 @@ from hvd_adaptive.feedback.base import (
     copied,
     split,
 )
-from hvd_adaptive.feedback.ef21 import EF21
+from hvd_adaptive.feedback.ef21 import EF21, EF21SGDM
 from hvd_adaptive.feedback.error_feedback import ErrorFeedback
 from hvd_adaptive.feedback.momentum_correction import MomentumCorrection
 from hvd_adaptive.feedback.none import NoFeedback
 
 __all__ = [
     "EF21",
+    "EF21SGDM",
     "REGISTRY",
     "RESIDUAL",
     "ErrorFeedback",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 REGISTRY: Mapping[str, type[Feedback]] = {
-    rule.name: rule for rule in (NoFeedback, ErrorFeedback, EF21, MomentumCorrection)
+    rule.name: rule for rule in (NoFeedback, ErrorFeedback, EF21, EF21SGDM, MomentumCorrection)
 }
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.compressors.base import all_finite
 from hvd_adaptive.feedback.base import (
-    LARGEST_MAGNITUDE,
     RESIDUAL,
     Feedback,
     FeedbackContext,
     FeedbackState,
     ResidualState,
 )
+from hvd_adaptive.feedback.velocity import VELOCITY, advance, check_momentum, foreseen, go_back
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class MomentumCorrection(Feedback):
     needs_selection = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"dgc: momentum must lie in [0, 1), got {self.momentum}")
+        check_momentum(self.name, self.momentum)
         if not 0.0 <= self.clip < math.inf:
             raise ValueError(f"dgc: clip is the largest norm of a gradient, or 0, got {self.clip}")
 
@@ -69,7 +68,7 @@ class MomentumCorrection(Feedback):
 class _Velocities(ResidualState):
     """``v`` in the place of the residual, ``u`` in that of the gradient."""
 
-    slots = (RESIDUAL, "velocity")
+    slots = (RESIDUAL, VELOCITY)
     needs_gradient_after_commit = True
 
     def __init__(self, rule: MomentumCorrection, context: FeedbackContext) -> None:
@@ -91,35 +90,28 @@ class _Velocities(ResidualState):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """``v``, and the velocities; a gradient that is not finite stands for itself."""
         del step
-        adds: list[Tensor] = []
-        for grad, velocity in zip(grads, self.views("velocity", bucket), strict=True):
-            flat = grad.reshape(-1)
-            if all_finite(flat):
-                velocity.mul_(self._rule.momentum).add_(flat, alpha=self._factor)
-                if not all_finite(velocity):
-                    velocity.clamp_(-LARGEST_MAGNITUDE, LARGEST_MAGNITUDE)  # Inf would stay forever
-                adds.append(velocity)
-            else:
-                adds.append(flat.float())
+        velocities = self.views(VELOCITY, bucket)
+        adds = advance(velocities, grads, self._rule.momentum, self._factor)
         return self._flats[RESIDUAL, bucket.index], adds
+
+    def preview(self, bucket: Bucket, grads: Sequence[Tensor]) -> list[Tensor]:
+        """``v`` and the velocities to come."""
+        held = zip(self.views(RESIDUAL, bucket), self.views(VELOCITY, bucket), grads, strict=True)
+        return [v + foreseen(u, grad, self._rule.momentum, self._factor) for v, u, grad in held]
 
     def clear_sent(
         self, bucket: Bucket, clear: Callable[[Sequence[Tensor]], None], good: Sequence[bool]
     ) -> None:
         """Factor masking; layers that are to be restored are left alone."""
         if self._rule.masking:
-            views = self.views("velocity", bucket)
+            views = self.views(VELOCITY, bucket)
             clear([v if fine else v.clone() for v, fine in zip(views, good, strict=True)])
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """``v = remainder + sent - u``, then ``u = (u - g) / momentum``."""
-        flat = grad.reshape(-1)
-        if not all_finite(flat):
+        if not all_finite(grad):
             return  # nothing was done on this rank
-        velocity = self.views("velocity", bucket)[position]
+        velocity = self.views(VELOCITY, bucket)[position]
         if own is not None:
             self.views(RESIDUAL, bucket)[position].add_(own).sub_(velocity)
-        if self._rule.momentum:
-            velocity.sub_(flat, alpha=self._factor).div_(self._rule.momentum)
-        else:
-            velocity.zero_()
+        go_back(velocity, grad, self._rule.momentum, self._factor)

@@ -239,22 +239,32 @@ def test_kimad_stands_beside_ef21_at_equal_bytes() -> None:
     heading, row = kimad_tables.rows(SWUNG)
     assert dict(zip(heading, row, strict=True)) == {
         "model": "mlp",
+        "feedback": "ef21",
         "transfers, of dense": "10%",
         "a step is to take": "30.0 ms",
-        "ef21": "40.0 ms",
+        "one density": "40.0 ms",
         "kimad": "30.0 ms",
         "kimad+": "30.0 ms",
-        "kimad, of ef21": "0.75",
+        "kimad, of one density": "0.75",
         "at best": "0.90",
         "in the paper": "0.79",
-        "MB of ef21, of kimad's": "1.00",
+        "MB of one density, of kimad's": "1.00",
         "accuracy": "80.00%, 79.80%, 81.00%",
     }
     *_, row = kimad_tables.worker_rows(SWUNG)
     assert row == [
-        "mlp", 4, "80.00%", "79.80%", "-0.20 pp", "79.59 %", "79.75 %", "0.75",
+        "mlp", "ef21", 4, "80.00%", "79.80%", "-0.20 pp", "79.59 %", "79.75 %", "0.75",
     ]  # fmt: skip
-    assert kimad_tables.missed(SWUNG) == [f"{len(kimad_tables.CASES) - 1} of 7 cases are missing"]
+    assert kimad_tables.missed(SWUNG) == ["13 of 14 cases are missing"]
+
+
+def test_momentum_before_compression_has_rows_of_its_own() -> None:
+    title = "mlp 0.1 of dense 4 workers seed 1"
+    both = SWUNG | swung(f"{title} with momentum", (0.82, 0.03))
+    _, *times = kimad_tables.rows(both)
+    _, *workers = kimad_tables.worker_rows(both)
+    assert [row[1] for row in times] == [row[1] for row in workers] == ["ef21", "ef21-sgdm"]
+    assert [row[4] for row in workers] == ["79.80%", "82.00%"]
 
 
 @pytest.mark.parametrize("transfers", [1e-6, 0.003, 0.02, 0.5, 1e3])

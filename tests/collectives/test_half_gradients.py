@@ -69,6 +69,7 @@ def outcome(dtype: torch.dtype, spec: str, rule: str, scheme: str) -> list[Any]:
         ("topk:density=0.1", "ef", "allgather"),
         ("topk:density=0.1", "dgc:momentum=0.5", "two_shot"),
         ("qsgd:bits=4", "ef21", "two_shot"),
+        ("qsgd:bits=4", "ef21-sgdm:momentum=0.5", "two_shot"),
         ("qsgd:bits=4,rotate=hadamard", "none", "allgather"),
         ("qsgd:bits=3", "ef", "hierarchical"),
     ],

@@ -113,7 +113,9 @@ def test_each_rank_of_a_node_keeps_what_no_other_one_keeps() -> None:
         assert int(counts.count_nonzero()) > 0.5 * counts.numel()
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef:decay=0.5", "ef21", "dgc:momentum=0.5", "none"])
+@pytest.mark.parametrize(
+    "feedback", ["ef", "ef:decay=0.5", "ef21", "ef21-sgdm:momentum=0.5", "dgc:momentum=0.5", "none"]
+)
 @pytest.mark.parametrize("dense_steps", [0, 2])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_what_is_sent_whole_steps_as_with_two_shot(feedback: str, dense_steps: int, op: int) -> None:
@@ -134,7 +136,7 @@ def test_what_is_sent_whole_steps_as_with_two_shot(feedback: str, dense_steps: i
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("compression", ["topk:density=0.05,values=fp32", "qsgd:bits=4", "onebit"])
-@pytest.mark.parametrize("feedback", ["ef", "ef21"])
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef21-sgdm:momentum=0.5"])
 def test_a_layer_that_is_not_finite_leaves_all_residuals(
     bad: float, compression: str, feedback: str
 ) -> None:
@@ -179,7 +181,7 @@ def test_what_float16_cannot_hold_waits_and_comes() -> None:
 # --- changes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "dgc:momentum=0.5"])
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef21-sgdm:momentum=0.5", "dgc:momentum=0.5"])
 def test_a_run_that_is_resumed_continues_to_the_bit(feedback: str) -> None:
     model, twin = Layers(), Layers()
     ranks = ranks_of(4, 2, model, feedback=feedback)

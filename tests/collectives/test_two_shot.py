@@ -134,7 +134,7 @@ def continued(states: Sequence[Mapping[str, Any]], size: int, **options: Any) ->
     return model, ranks
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "dgc:momentum=0.5"])
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef21-sgdm:momentum=0.5", "dgc:momentum=0.5"])
 def test_a_run_that_is_resumed_goes_on_to_the_bit(feedback: str) -> None:
     model = Layers()
     ranks = ranks_of(4, model, "topk:density=0.05", overrides=OVERRIDES, feedback=feedback)

@@ -148,7 +148,9 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(name: str, size: int) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
-@pytest.mark.parametrize("feedback", ["none", "ef", "ef:dtype=bf16", "ef21", "dgc:momentum=0.9"])
+@pytest.mark.parametrize(
+    "feedback", ["none", "ef", "ef:dtype=bf16", "ef21", "ef21-sgdm:momentum=0.9", "dgc:momentum=0.9"]
+)
 def test_a_layer_that_is_not_finite_on_one_rank_changes_nothing_that_is_kept(
     feedback: str, size: int
 ) -> None:

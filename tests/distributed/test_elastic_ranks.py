@@ -32,6 +32,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "powersgd": {"compression": "powersgd:rank=2"},
     "qsgd-bf16": {"compression": "qsgd:bits=3", "feedback": "ef:dtype=bf16"},
     "ef21": {"compression": "topk:density=0.05", "feedback": "ef21"},
+    "ef21-sgdm": {"compression": "topk:density=0.05", "feedback": "ef21-sgdm"},
     "dgc": {"compression": "topk:density=0.05", "feedback": "dgc"},
     "lgreco": {"compression": "topk:density=0.05", "planner": "lgreco:period=4"},
 }

@@ -238,6 +238,7 @@ HALF: dict[str, dict[str, Any]] = {
     "dgc": {"compression": "topk:density=0.01", "feedback": "dgc:momentum=0.9"},
     "dgc's own": {"compression": "dgc:density=0.01", "feedback": "dgc:momentum=0.9"},
     "ef21": {"compression": "topk:density=0.01", "feedback": "ef21"},
+    "ef21-sgdm": {"compression": "topk:density=0.01", "feedback": "ef21-sgdm:momentum=0.9"},
     "randomk": {"compression": "randomk:density=0.01"},
     "randomk of fp16": {"compression": "randomk:density=0.01,values=fp16"},
     "powersgd": {"compression": "powersgd:rank=1"},

@@ -155,7 +155,7 @@ class ByHand:
         mean = torch.stack([each.double() for each in sent]).mean(0)
         for rank, (grad, c, rest) in enumerate(zip(grads, sent, rests, strict=True)):
             self.keep(compressor, rank, layer, grad, c.double(), rest.double())
-        if self.rule == "ef21" and compressor.name != "none":
+        if self.rule.startswith("ef21") and compressor.name != "none":
             return self.at("H", 0, layer).add_(mean).clone()
         return mean
 
@@ -166,9 +166,11 @@ class ByHand:
             u, v = self.at("u", rank, layer), self.at("v", rank, layer)
             u.mul_(0.9).add_(grad)
             return v.add_(u)
+        if self.rule == "ef21-sgdm":
+            grad = self.at("u", rank, layer).mul_(0.9).add_(grad).clone()
         if dense or self.rule == "none":
             return grad
-        if self.rule == "ef21":
+        if self.rule.startswith("ef21"):
             return grad - self.at("h", rank, layer)
         return self.at("e", rank, layer) + grad
 
@@ -180,7 +182,7 @@ class ByHand:
             self.at("v", rank, layer).copy_(rest)
             if compressor.name != "none":
                 self.at("u", rank, layer)[c != 0] = 0.0
-        elif self.rule == "ef21":
+        elif self.rule.startswith("ef21"):
             self.at("h", rank, layer).add_(c)
         elif self.rule == "ef":
             self.at("e", rank, layer).copy_(rest)
@@ -242,7 +244,7 @@ class ByHand:
 
 def rules_of(name: str) -> list[str]:
     compressor = parse(SPECS[name])
-    rules = ["ef", "ef21"] if compressor.biased else ["ef", "none"]
+    rules = ["ef", "ef21", "ef21-sgdm"] if compressor.biased else ["ef", "none"]
     return [*rules, "dgc"] if compressor.selects else rules
 
 
@@ -351,11 +353,12 @@ def test_dgc_clips_the_norm_of_the_whole_gradient_by_the_number_of_ranks() -> No
 
 
 @pytest.mark.ranks(2, 4)
-def test_without_compression_momentum_correction_is_momentum() -> None:
+@pytest.mark.parametrize("rule", ["dgc", "ef21-sgdm"])
+def test_without_compression_momentum_before_it_is_momentum(rule: str) -> None:
     options: dict[str, Any] = {"compression": "none", "steps": 5}
     plain = train(ours, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **options)
     local = train(
-        ours, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), feedback="dgc:momentum=0.9", **options
+        ours, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), feedback=f"{rule}:momentum=0.9", **options
     )
     for name, value in plain[-1].items():
         if not name.endswith(".grad"):
@@ -430,7 +433,7 @@ def test_a_resumed_run_of_every_member_equals_an_uninterrupted_one(
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("rule", ["ef", "ef:dtype=bf16", "ef21", "dgc"])
+@pytest.mark.parametrize("rule", ["ef", "ef:dtype=bf16", "ef21", "ef21-sgdm", "dgc"])
 def test_a_state_of_other_ranks_keeps_the_mean_over_ranks(rule: str) -> None:
     model, optimizer = make("topk:density=0.05", feedback=rule)
     for step in range(3):

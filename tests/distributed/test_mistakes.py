@@ -66,6 +66,7 @@ def test_named_parameters_without_names_are_an_error() -> None:
         ({"feedback": "ef:decay=2"}, "decay"),
         ({"feedback": "dgc", "compression": "powersgd"}, "topk"),
         ({"feedback": "dgc", "compression": "topk"}, "momentum=0"),
+        ({"feedback": "ef21-sgdm", "compression": "topk"}, "momentum=0 and .*ef21-sgdm:momentum"),
         ({"compression": "powersgd:rank=0"}, "rank"),
         ({"compression": "randomk:values=bf16"}, "fp32, fp16"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),

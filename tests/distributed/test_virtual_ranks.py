@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for name, member in REGISTRY.items()
         if issubclass(member, GatheredCompressor)
     },
+    "ef21-sgdm": {"compression": "topk:density=0.05", "feedback": "ef21-sgdm", "dense_steps": 1},
     "ef21 in two shots": {
         "compression": "topk:density=0.05",
         "feedback": "ef21",
