@@ -38,12 +38,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accordion": {"compression": "topk:density=0.02,values=fp32", "planner": "accordion:period=15"},
     "lgreco": {"compression": "topk:density=0.02,values=fp32", "planner": "lgreco:period=15"},
     "ef21": {"compression": "topk:density=0.02,values=fp32", "feedback": "ef21"},
+    "ef21-sgdm": {"compression": "topk:density=0.02,values=fp32", "feedback": "ef21-sgdm"},
     "dgc": {"compression": "topk:density=0.02", "feedback": "dgc"},
     "alq": {"compression": "alq:bits=4,updates=5/20"},
     "switched": {"compression": "topk:density=0.02"},
 }
 EXACT = ("topk", "two shots", "powersgd", "accordion", "lgreco")
 """Those whose error feedback sends everything in the end."""
+ESTIMATING = ("ef21", "ef21-sgdm")
+"""Those that step with the mean of the ranks' estimates."""
 
 
 def build() -> dict[str, tuple[torch.nn.Module, Any]]:
@@ -98,9 +101,10 @@ def ledger(built: dict[str, tuple[torch.nn.Module, Any]]) -> dict[str, float]:
         model, optimizer = built[name]
         unsent = mean(kept(model, optimizer, name, "residual"), f"unsent.{name}")
         off[name] = float((flat(model.parameters()) - RATE * unsent - dense).abs().max())
-    model, optimizer = built["ef21"]
-    estimates = mean(kept(model, optimizer, "ef21", "estimate"), "estimates")
-    off["ef21"] = float((kept(model, optimizer, "ef21", "mean") + estimates).abs().max())
+    for name in ESTIMATING:
+        model, optimizer = built[name]
+        estimates = mean(kept(model, optimizer, name, "estimate"), f"estimates.{name}")
+        off[name] = float((kept(model, optimizer, name, "mean") + estimates).abs().max())
     return off
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import pytest
 
 from benchmarks.harness.lab import horovodrun
-from tests.failures.elastic_training import EXACT, OPTIONS
+from tests.failures.elastic_training import ESTIMATING, EXACT, OPTIONS
 from tests.harness.eager import PYTHONPATH
 from tests.harness.rank_launcher import ENVIRONMENT, ROOT, lives, warm_kernels
 
@@ -287,9 +287,10 @@ def test_only_the_loss_of_a_rank_loses_what_was_not_sent(story: Story) -> None:
                 assert abs(first["off"][name] - second["off"][name]) < EXACTLY, (first, second)
 
 
-def test_the_mean_of_ef21_stays_that_of_the_ranks_that_there_are(story: Story) -> None:
+@pytest.mark.parametrize("name", ESTIMATING)
+def test_the_mean_of_estimates_stays_that_of_the_ranks_that_there_are(story: Story, name: str) -> None:
     for row in story.of("commit"):
-        assert row["off"]["ef21"] < EXACTLY, row
+        assert row["off"][name] < EXACTLY, row
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -317,7 +318,7 @@ def test_rank_0_says_once_what_has_changed(story: Story) -> None:
     assert len(changed) == 5 * len(OPTIONS), said
     lost = [line for line in said if "what those that left had not sent yet is lost" in line]
     assert all("0 left" not in line for line in lost)
-    assert len(lost) == 3 * (len(EXACT) + len(("ef21", "dgc"))), lost
+    assert len(lost) == 3 * (len(EXACT) + len((*ESTIMATING, "dgc"))), lost
     restarted = [line for line in changed if "the planner starts again" in line]
     assert len(restarted) == 5 * len(("accordion", "lgreco")), restarted
 
