@@ -230,13 +230,20 @@ class FeedbackState(ABC):
         held = self.views(self.slots[0], bucket)
         return [view.float() + flat for view, flat in zip(held, flats, strict=True)]
 
-    def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> None:
-        """Ranks have come or gone: one that has kept nothing begins as :data:`ReduceBuffer` says."""
+    def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> dict[str, Tensor]:
+        """Ranks have come or gone: one that has kept nothing begins as :data:`ReduceBuffer` says.
+
+        Returns:
+            The reduction over all ranks of each slot that they do not share.
+        """
+        found = {}
         for slot in self.slots:
-            flat = self._flats[slot, bucket.index]
-            start, _ = reduce(flat)
-            if fresh:
-                flat.copy_(start)
+            if slot not in self.shared:
+                flat = self._flats[slot, bucket.index]
+                start, found[slot] = reduce(flat)
+                if fresh:
+                    flat.copy_(start)
+        return found
 
     @abstractmethod
     def begin(

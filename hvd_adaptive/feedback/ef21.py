@@ -107,13 +107,11 @@ class _Estimates(FeedbackState):
             if fine:
                 out.copy_(view.add_(out.view(-1)).view_as(out))
 
-    def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> None:
+    def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> dict[str, Tensor]:
         """``H`` becomes the mean of the estimates of the ranks that there are now."""
-        estimate = self._flats["estimate", bucket.index]
-        start, reduced = reduce(estimate)
-        if fresh:
-            estimate.copy_(start)
-        self._flats["mean", bucket.index].copy_(reduced).neg_()
+        found = super().merge_ranks(bucket, reduce, fresh)
+        self._flats["mean", bucket.index].copy_(found["estimate"]).neg_()
+        return found
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Take from ``h`` what was sent."""
@@ -147,14 +145,6 @@ class _EstimatesOfVelocities(_Estimates):
     ) -> None:
         """As EF21 with the velocities."""
         super().commit(bucket, x, self.views(VELOCITY, bucket), good, step)
-
-    def merge_ranks(self, bucket: Bucket, reduce: ReduceBuffer, fresh: bool) -> None:
-        """As EF21; a rank that has no velocity begins with what :data:`ReduceBuffer` says."""
-        super().merge_ranks(bucket, reduce, fresh)
-        velocity = self._flats[VELOCITY, bucket.index]
-        start, _ = reduce(velocity)
-        if fresh:
-            velocity.copy_(start)
 
     def restore(self, bucket: Bucket, position: int, grad: Tensor, own: Tensor | None) -> None:
         """Take from ``h`` what was sent, and the gradient from ``u``."""

@@ -120,7 +120,8 @@ def test_an_override_that_matches_nothing_is_a_mistake() -> None:
 def test_an_unknown_feedback_is_a_mistake() -> None:
     with pytest.raises(
         ValueError,
-        match=r"unknown feedback 'eff' \(did you mean 'ef'\?\): there are none, ef, ef21, ",
+        match=r"unknown feedback 'eff' \(did you mean 'ef'\?\): "
+        "there are none, ef, ef21, ef21-sgdm, dgc",
     ):
         choice("topk", feedback="eff")
 
