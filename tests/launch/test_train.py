@@ -833,8 +833,9 @@ def signalled(case: Signal, folder: Path, data_root: Path) -> Ended:
             [launcher, "-np", "2", sys.executable, str(LAUNCH / "train.py"), *SMALL,
              "--preset", "mlp-fashion", *TINY["mlp-fashion"], "--steps", "1000000",
              "--checkpoint-dir", str(saved)],
-            env=environment(data_root), stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            # Ranks share the machine with other tests: a vote and a checkpoint may take seconds.
+            env=environment(data_root) | {"OMPI_MCA_odls_base_sigkill_timeout": "10"},
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         # Kernels may have to be compiled first.
@@ -852,7 +853,7 @@ def signalled(case: Signal, folder: Path, data_root: Path) -> Ended:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return returned, log.read_text(), sorted(file.name for file in saved.iterdir())
+    return returned, log.read_text(), sorted(file.name for file in saved.glob("*"))
 
 
 @pytest.fixture(scope="module")
