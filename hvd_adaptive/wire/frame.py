@@ -18,7 +18,7 @@ from torch import Tensor
 from hvd_adaptive.wire.errors import TooLargeError, WireError
 
 MAGIC = 0x4148  # "HA"
-VERSION = 4
+VERSION = 5
 HEADER = struct.Struct("<HBBIII")
 HEADER_BYTES = HEADER.size
 _REASON_BYTES = 1000

@@ -6,7 +6,7 @@ Everything is little endian. A **sparse layer** is::
     when count > 0:
       varint  bytes of the index stream
       u32     for each group of 4096 values but the last: the bits that it takes in the index stream
-      bytes   index stream: gaps between indices, Rice-coded, bits from the least significant up
+      bytes   index stream: coded gaps between indices, bits from the least significant up
       bytes   values in index order
 
 * Gap ``i`` is ``index[i] - index[i - 1] - 1``, the first counted from -1. Every block of 256 gaps
@@ -17,6 +17,10 @@ Everything is little endian. A **sparse layer** is::
   method for clustered bit-vectors", Information Processing Letters 7(6), 1978); for indices that crowd
   in some rows of a matrix. The encoder takes the cheapest of Rice's code with three ``r`` around
   ``log2(mean gap)`` and Teuhola's with the mean of ``log2(gap + 1)``.
+* A block has all its zeros and ones first and all low bits after them, as Elias and Fano keep rising
+  numbers. That takes the same bits as code after code, but a decoder need not read a code to know where
+  the next one begins: a number's zeros are those before the one of its rank, whose place a GPU finds
+  for a whole block at once, and a processor by counting trailing zeros of whole words.
 * The table before the stream tells a decoder where each **group** of 16 blocks begins, so that a GPU
   decodes all of them at once; it takes 32 bits per 4096 values, 0.008 bits per value. A group whose
   codes end elsewhere is damage to every decoder, also to one that reads them one after the other.

@@ -26,7 +26,6 @@ from hvd_adaptive.kernels.cpu.layers import (
     add_layer,
     damage_error,
     decode_layer,
-    decode_pair,
     most_values,
     scatter_values,
 )
@@ -180,20 +179,8 @@ def decode_bodies(starts, ends, n, expected, decoded, firsts, counts):
     Returns (damage, body, its address, whether some body marks the layer as nonfinite).
     """
     indices, values = decoded
-    nonfinite, body = False, 0
-    while body < len(starts):
-        pair, other = slice(body, body + 2), body + 1
-        if other < len(starts) and decode_pair(
-            starts[pair],
-            ends[pair],
-            n,
-            expected,
-            (indices[body, firsts[body] :], indices[other, firsts[other] :]),
-            (values[body, firsts[body] :], values[other, firsts[other] :]),
-            counts[pair],
-        ):
-            body += 2
-            continue
+    nonfinite = False
+    for body in range(len(starts)):
         first = firsts[body]
         damage, starts[body], count = decode_layer(
             starts[body], ends[body], n, expected, indices[body, first:], values[body, first:]
@@ -202,7 +189,6 @@ def decode_bodies(starts, ends, n, expected, decoded, firsts, counts):
             return damage, body, starts[body], nonfinite
         nonfinite |= count < 0
         counts[body] = max(count, 0)
-        body += 1
     return 0, 0, 0, nonfinite
 
 

@@ -6,25 +6,23 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, int32, int64, uint64
+from numba import carray, int64, uint64
 
 from hvd_adaptive.kernels.cpu.compiling import kernel
 from hvd_adaptive.kernels.cpu.enums import COUNT, FORMAT, SIGN, TRUNCATED
 from hvd_adaptive.kernels.cpu.intrinsics import float32_pointer, load_f32, prefetch, store_f32
 from hvd_adaptive.kernels.cpu.memory import AHEAD
 from hvd_adaptive.kernels.cpu.positions import (
-    check_group,
     check_positions_end,
     choose_codes,
-    decode_index,
     get_positions,
-    get_positions_pair,
     group_table_bytes,
+    next_block,
     put_positions,
 )
 from hvd_adaptive.kernels.cpu.streams import bit_length, get_varint, put_varint, varint_bytes
 from hvd_adaptive.kernels.cpu.values import bytes_of_values, put_values, read_values
-from hvd_adaptive.wire.sparse import CODE_BLOCK, GROUP, HEAD_BITS, damaged
+from hvd_adaptive.wire.sparse import CODE_BLOCK, HEAD_BITS, damaged
 
 
 @kernel
@@ -126,28 +124,6 @@ def decode_layer(position, end, n, expected, indices, values):
 
 
 @kernel
-def decode_pair(starts, ends, n, expected, indices, values, counts):
-    """Decode a layer of two bodies at once, and move their starts on; returns whether both are sound.
-
-    Where one is not, or holds nothing, all is as it was: each is to be decoded by itself.
-    """
-    firsts, middles, hows = np.empty(2, np.int64), np.empty(2, np.int64), np.empty(2, np.int64)
-    for j in range(2):
-        damage, firsts[j], counts[j], hows[j], size = read_head(starts[j], ends[j], n, expected)
-        middles[j] = firsts[j] + size
-        if damage or counts[j] <= 0:
-            return False
-    if not get_positions_pair(firsts, middles, n, indices, counts):
-        return False
-    for j in range(2):
-        damage, firsts[j] = read_values(middles[j], values[j], counts[j], hows[j])
-        if damage:
-            return False
-    starts[:] = firsts
-    return True
-
-
-@kernel
 def read_but_positions(position, end, n, expected, indices, values):
     """Decode and check a layer but for its positions: (damage, address, end of these, next, count).
 
@@ -178,27 +154,20 @@ def _exchange(out, i, scale, indices, values):
 def add_at_positions(position, end, out, n, count, scale, indices, values):
     """Decode count positions and add the values to an output of n; damaged, it is as it was.
 
-    Returns (damage, its address). The values are spoilt. A value is added while positions further on
-    are decoded: for one the processor waits for the position before, for the other for memory.
+    Returns (damage, its address). The values are spoilt. A value is added when the block after its own
+    has been decoded, so that its place in the output is in the cache by then.
     """
-    bit, index, head = int64(0), int64(-1), int64(0)
-    word, left, due = uint64(0), int64(0), int64(0)
+    bit, index, due = int64(0), int64(-1), int64(0)
     damage, done = int64(0), int64(0)
-    for first in range(0, count, GROUP):
-        damage, due = check_group(position, count, first, bit, due)
-        for i in range(first, first if damage else min(first + GROUP, count)):
-            damage, bit, index, head, word, left = decode_index(
-                position, end, n, i, bit, index, head, word, left
-            )
-            if damage:
-                break
-            indices[i] = int32(index)
-            prefetch(out + 4 * index)
-            if i >= AHEAD:
-                _exchange(out, done, scale, indices, values)
-                done += 1
+    for first in range(0, count, CODE_BLOCK):
+        damage, bit, index, due = next_block(position, end, n, indices, first, count, bit, index, due)
         if damage:
             break
+        for i in range(first, min(first + CODE_BLOCK, count)):
+            prefetch(out + 4 * int64(indices[i]))
+            if i >= CODE_BLOCK:
+                _exchange(out, done, scale, indices, values)
+                done += 1
     where = position + (bit >> 3)
     if damage == 0:
         damage, where = check_positions_end(position, end, bit)

@@ -87,69 +87,66 @@ def put_positions(out, indices, count, heads):
             store_u32(entry, uint32(8 * out + fill - group_start))
             entry += GROUP_BYTES
             group_start = 8 * out + fill
+        size = min(CODE_BLOCK, count - start)
         head = int64(heads[start // CODE_BLOCK])
         word |= uint64(head) << uint64(fill)
-        fill += HEAD_BITS
-        r = head & HEAD_PARAMETER
-        width, mask = r, (int64(1) << r) - 1
-        for i in range(start, min(start + CODE_BLOCK, count)):
-            store_u64(out, word)
-            out += fill >> 3
-            word >>= uint64(fill & ~7)
-            fill &= 7
-            index = int64(indices[i])
-            gap = index - previous - 1
-            previous = index
-            zeros = gap >> r
-            if head >= HEAD_TEUHOLA:
-                gap += mask + 1
-                width = whole_log2(uint64(gap))
-                zeros = width - r
-            ones = ((gap & ((int64(1) << width) - 1)) << 1) | 1
-            zeros += fill
-            while zeros > 24:  # room for a one and 31 low bits
-                store_u64(out, word)
-                out += 3
-                word >>= uint64(24)
-                zeros -= 24
-            word |= uint64(ones) << uint64(zeros)
-            fill = zeros + 1 + width
+        out, word, fill = _put_ones(out, word, fill + HEAD_BITS, indices, start, size, previous, head)
+        out, word, fill = _put_lows(out, word, fill, indices, start, size, previous, head)
+        previous = int64(indices[start + size - 1])
     store_u64(out, word)
     return out + ((fill + 7) >> 3)
 
 
-@kernel
-def _skip_zeros(position, bit, end, most):
-    """Count zero bits until a one and its low bits lie within one window: (damage, bit, zeros)."""
-    size = 8 * (end - position)
-    skipped = 0
-    zeros = int64(trailing_zeros(stream_window(position, bit, end)))
-    while zeros > 25:
-        skipped += 25
-        bit += 25
-        if bit >= size:
-            return TRUNCATED, bit, 0
-        if skipped > most:
-            return RUN, bit, 0
-        zeros = int64(trailing_zeros(stream_window(position, bit, end)))
-    return 0, bit, skipped
+@inlined
+def _flushed(out, word, fill):
+    """(address, word, bits in it) once the whole bytes of the word are written: seven bits are left."""
+    store_u64(out, word)
+    return out + (fill >> 3), word >> uint64(fill & ~7), fill & 7
+
+
+@inlined
+def _parts(gap, head):
+    """(zeros before the one, low bits, how many) of a gap's code."""
+    r = head & HEAD_PARAMETER
+    width = r
+    zeros = gap >> r
+    if head >= HEAD_TEUHOLA:
+        gap += int64(1) << r
+        width = whole_log2(uint64(gap))
+        zeros = width - r
+    return zeros, gap & ((int64(1) << width) - 1), width
 
 
 @kernel
-def _name_excess(position, bit, end, n, head, zeros, quotient, width):
-    """(damage, its bit) of an index past the end whose code begins at a bit, by the reference's words.
+def _put_ones(out, word, fill, indices, start, size, previous, head):
+    """Write a block's zeros and ones: (address, word, bits in it)."""
+    for i in range(start, start + size):
+        index = int64(indices[i])
+        zeros, _, _ = _parts(index - previous - 1, head)
+        previous = index
+        fill += zeros
+        while fill > 55:
+            store_u64(out, word)
+            out += 7
+            word >>= uint64(56)
+            fill -= 56
+        word |= uint64(1) << uint64(fill)
+        fill += 1
+    return _flushed(out, word, fill)
 
-    ``zeros`` of the ``quotient`` were not skipped, as 25 at a time are where a word does not hold all.
-    """
-    most = _most_zeros(n, head)
-    if zeros > 25:
-        damage, bit, skipped = _skip_zeros(position, bit, end, most)
-        if damage:
-            return damage, bit
-        zeros -= skipped
-    if head >= HEAD_TEUHOLA and quotient > most:
-        return RUN, bit
-    return INDEX, bit + zeros + 1 + width
+
+@kernel
+def _put_lows(out, word, fill, indices, start, size, previous, head):
+    """Write a block's low bits: (address, word, bits in it)."""
+    for i in range(start, start + size):
+        index = int64(indices[i])
+        _, low, width = _parts(index - previous - 1, head)
+        previous = index
+        word |= uint64(low) << uint64(fill)
+        fill += width
+        if fill > 32:
+            out, word, fill = _flushed(out, word, fill)
+    return _flushed(out, word, fill)
 
 
 @inlined
@@ -166,35 +163,103 @@ def check_group(position, count, i, bit, due):
     return 0, due
 
 
-@inlined
-def decode_index(position, end, n, i, bit, index, head, word, left):
-    """Decode index i, below n: (damage, bit, index, head, word, left), all but the first as for i + 1.
+@kernel
+def next_block(position, end, n, indices, first, count, bit, index, due):
+    """Decode the block of indices that begins with number ``first``: (damage, bit, index, ``due``).
 
-    ``head`` is what the block begins with; ``word`` holds the stream from ``bit`` on, ``left`` bits.
+    Args:
+        position: of the stream, behind the table of groups.
+        end: of the stream.
+        n: elements of the layer; indices are below it.
+        indices: of which a block is written.
+        first: a multiple of CODE_BLOCK.
+        count: indices of the layer.
+        bit: at which the block begins, and then the next one; a damaged block's own.
+        index: the last one of the block before, -1 at first, and then of this.
+        due: see :func:`check_group`.
     """
-    if i % CODE_BLOCK == 0:
-        head = int64(stream_window(position, bit, end) & uint64(HEAD_PARAMETER | HEAD_TEUHOLA))
-        bit += HEAD_BITS
-        left = int64(0)
-        if head & HEAD_PARAMETER > bit_length(n):
-            return PARAMETER, bit, index, head, word, left
-    r, grows = head & HEAD_PARAMETER, head >= HEAD_TEUHOLA
-    zeros, skipped = int64(trailing_zeros(word)), int64(0)
-    if zeros + 1 + r + (zeros if grows else 0) > left:
-        damage, bit, skipped = _skip_zeros(position, bit, end, _most_zeros(n, head))
-        if damage:
-            return damage, bit, index, head, word, left
-        word, left = stream_window(position, bit, end), int64(57)
-        zeros = int64(trailing_zeros(word))
-    quotient = skipped + zeros
-    width = min(r + quotient, 62) if grows else r
-    index += 1 + (int64(word >> uint64(zeros + 1)) & ((int64(1) << width) - 1))
-    index += (int64(1) << width) - (int64(1) << r) if grows else quotient << r
-    if index >= n:
-        damage, bit = _name_excess(position, bit, end, n, head, zeros, quotient, width)
-        return damage, bit, index, head, word, left
-    length = zeros + 1 + width
-    return 0, bit + length, index, head, word >> uint64(length), left - length
+    damage, due = check_group(position, count, first, bit, due)
+    if damage:
+        return damage, bit, index, due
+    head = int64(stream_window(position, bit, end) & uint64(HEAD_PARAMETER | HEAD_TEUHOLA))
+    r = head & HEAD_PARAMETER
+    if r > bit_length(n):
+        return PARAMETER, bit, index, due
+    size, ones = min(CODE_BLOCK, count - first), bit + HEAD_BITS
+    found, lows = _find_ones(position, end, ones, indices, first, size)
+    fine, after, last = found == size, lows, index
+    if fine and head >= HEAD_TEUHOLA:
+        most = _most_zeros(n, head)
+        fine, after, last = _grown_indices(position, end, r, most, lows, indices, first, size, index)
+    elif fine and lows - ones - size <= n >> r:  # all zeros together
+        after, last = _even_indices(position, end, r, lows, indices, first, size, index)
+    else:
+        fine = False
+    if not fine or last >= n:
+        return _name_damage(position, end, n, head, ones, size), bit, index, due
+    return 0, after, last, due
+
+
+@kernel
+def _find_ones(position, end, bit, indices, first, size):
+    """Find so many ones: (how many there are before the stream ends, bit after the last).
+
+    Indices become the zeros before each, counted from ``bit`` on.
+    """
+    last, found = 8 * (end - position), int64(0)
+    before = int64(0)
+    while bit < last:
+        word, at = stream_window(position, bit, end), int64(0)
+        while word != 0:
+            at = int64(trailing_zeros(word))
+            word &= word - uint64(1)
+            indices[first + found] = int32(before + at - found)
+            found += 1
+            if found == size:
+                return found, bit + at + 1
+        there = 64 - (bit & 7)
+        bit += there
+        before += there
+    return found, bit
+
+
+@inlined
+def _bits_at(position, bit, end, inside):
+    """57 bits and more, quicker where they are known to lie inside the stream."""
+    if inside:
+        return load_u64(position + (bit >> 3)) >> uint64(bit & 7)
+    return stream_window(position, bit, end)
+
+
+@kernel
+def _even_indices(position, end, r, bit, indices, first, size, index):
+    """Indices from zeros and the low bits of Rice's code: (bit after these, last index)."""
+    mask = (uint64(1) << uint64(r)) - uint64(1)
+    last, inside = index, bit + size * r <= 8 * (end - position - 8)
+    for i in range(first, first + size):
+        index += 1 + int64(_bits_at(position, bit, end, inside) & mask)
+        bit += r
+        last = index + (int64(indices[i]) << r)
+        indices[i] = int32(last)
+    return bit, last
+
+
+@kernel
+def _grown_indices(position, end, r, most, bit, indices, first, size, index):
+    """The same of Teuhola's code: (whether no gap has more than so many zeros, bit, last index)."""
+    before, fine = int64(0), True
+    inside = bit + size * (r + most) <= 8 * (end - position - 8)
+    for i in range(first, first + size):
+        zeros = int64(indices[i]) - before
+        before += zeros
+        fine &= zeros <= most
+        width = r + min(zeros, most)
+        power = int64(1) << width
+        low = int64(_bits_at(position, bit, end, inside) & uint64(power - 1))
+        index += 1 + low + power - (int64(1) << r)
+        bit += width
+        indices[i] = int32(index)
+    return fine, bit, index
 
 
 @kernel
@@ -202,6 +267,24 @@ def _most_zeros(n, head):
     """The zeros before the one of the longest gap that n elements have room for, or somewhat more."""
     r = head & HEAD_PARAMETER
     return bit_length(n + (int64(1) << r)) - 1 - r if head >= HEAD_TEUHOLA else n >> r
+
+
+@kernel
+def _name_damage(position, end, n, head, bit, size):
+    """What is wrong first in a damaged block whose zeros and ones begin at a bit."""
+    last, most = 8 * (end - position), _most_zeros(n, head)
+    for _ in range(size):
+        one = bit
+        while one < last and stream_window(position, one, end) == 0:
+            one += 64 - (one & 7)
+        if one < last:
+            one += int64(trailing_zeros(stream_window(position, one, end)))
+        if min(one, last) - bit > most:
+            return RUN
+        if one >= last:
+            return TRUNCATED
+        bit = one + 1
+    return INDEX
 
 
 @kernel
@@ -222,84 +305,9 @@ def get_positions(position, end, n, indices, count):
 
     The table of groups lies in front of the stream.
     """
-    zero = int64(0)
-    return _get_positions_rest(position, end, n, indices, 0, count, zero, int64(-1), zero, zero)
-
-
-@kernel
-def _get_positions_rest(position, end, n, indices, start, count, bit, index, head, due):
-    """The same from index number ``start`` on; ``bit`` and all after it are those before it."""
-    word, left = uint64(0), int64(0)
-    while start < count:
-        damage, due = check_group(position, count, start, bit, due)
+    bit, index, due = int64(0), int64(-1), int64(0)
+    for first in range(0, count, CODE_BLOCK):
+        damage, bit, index, due = next_block(position, end, n, indices, first, count, bit, index, due)
         if damage:
             return damage, position + (bit >> 3)
-        stop = min(count, (start // GROUP + 1) * GROUP)
-        for i in range(start, stop):
-            damage, bit, index, head, word, left = decode_index(
-                position, end, n, i, bit, index, head, word, left
-            )
-            if damage:
-                return damage, position + (bit >> 3)
-            indices[i] = int32(index)
-        start = stop
     return check_positions_end(position, end, bit)
-
-
-@inlined
-def _quick_index(position, n, bit, index, head):
-    """Decode an index whose code takes at most 57 bits: (whether it does, and is sound, bit, index).
-
-    At least 8 bytes of the stream are there from ``bit`` on.
-    """
-    r, grows = head & HEAD_PARAMETER, -(head >> 5)  # all bits or none
-    word = load_u64(position + (bit >> 3)) >> uint64(bit & 7)
-    zeros = int64(trailing_zeros(word))
-    width = r + (zeros & grows)
-    length = zeros + 1 + width
-    power = int64(1) << (width & 63)
-    index += 1 + (int64(word >> uint64((zeros + 1) & 63)) & (power - 1))
-    index += ((zeros << r) & ~grows) | ((power - (int64(1) << r)) & grows)
-    return (length <= 57) & (index < n), bit + length, index
-
-
-@kernel
-def get_positions_pair(positions, ends, n, indices, counts):
-    """Decode counts[j] indices below n from the stream in [positions[j], ends[j]), j being 0 and 1.
-
-    Returns whether both streams are sound. They are decoded in lock step: to decode an index, the
-    processor has to wait for the one before, but not for the other stream's.
-    """
-    one, other = indices
-    here, there = positions
-    bit, index, head, due = int64(0), int64(-1), int64(0), int64(0)
-    bit2, index2, head2, due2 = int64(0), int64(-1), int64(0), int64(0)
-    last, last2 = 8 * (ends[0] - here - 8), 8 * (ends[1] - there - 8)
-    none, left = uint64(0), int64(0)
-    both, i = min(counts[0], counts[1]), int64(0)
-    while i < both:
-        # What is not quick: the start of a block, a long gap, the last bytes.
-        wrong, due = check_group(here, counts[0], i, bit, due)
-        wrong2, due2 = check_group(there, counts[1], i, bit2, due2)
-        bad, bit, index, head, _, _ = decode_index(here, ends[0], n, i, bit, index, head, none, left)
-        bad2, bit2, index2, head2, _, _ = decode_index(
-            there, ends[1], n, i, bit2, index2, head2, none, left
-        )
-        if wrong or wrong2 or bad or bad2:
-            return False
-        one[i], other[i] = int32(index), int32(index2)
-        i += 1
-        block = min(both, (i + CODE_BLOCK - 1) // CODE_BLOCK * CODE_BLOCK)
-        while i < block and bit <= last and bit2 <= last2:
-            fine, next_bit, next_index = _quick_index(here, n, bit, index, head)
-            fine2, next_bit2, next_index2 = _quick_index(there, n, bit2, index2, head2)
-            if not fine & fine2:
-                break
-            bit, index, bit2, index2 = next_bit, next_index, next_bit2, next_index2
-            one[i], other[i] = int32(index), int32(index2)
-            i += 1
-    damage, _ = _get_positions_rest(here, ends[0], n, one, both, counts[0], bit, index, head, due)
-    damage2, _ = _get_positions_rest(
-        there, ends[1], n, other, both, counts[1], bit2, index2, head2, due2
-    )
-    return damage == 0 and damage2 == 0

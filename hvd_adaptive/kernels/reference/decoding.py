@@ -59,41 +59,56 @@ def _group_ends(table: bytes) -> list[int]:
     return [*itertools.accumulate(int.from_bytes(entry, "little") for entry in entries)]
 
 
+def _read_gaps(stream: bytes, begin: int, bit: int, numel: int, size: int) -> tuple[list[int], int]:
+    """The gaps of the block at ``bit``, and the bit after it; ``begin`` is its byte, for messages."""
+    head = _window(stream, bit)
+    r, grows = head & HEAD_PARAMETER, bool(head & HEAD_TEUHOLA)
+    if r > numel.bit_length():
+        raise _FoundError(Damage.parameter, begin)
+    most = (numel + (1 << r)).bit_length() - 1 - r if grows else numel >> r
+    bit, quotients = bit + HEAD_BITS, []
+    for _ in range(size):
+        one = _find_one(stream, bit)
+        zeros = max(0, one - bit)
+        if zeros > most:
+            raise _FoundError(Damage.run, begin)
+        if one >= 8 * len(stream):
+            raise _FoundError(Damage.truncated, begin)
+        quotients.append(zeros)
+        bit = one + 1
+    gaps = []
+    for zeros in quotients:
+        width = r + zeros if grows else r
+        high = (1 << width) - (1 << r) if grows else zeros << r
+        gaps.append(high + (_window(stream, bit) & ((1 << width) - 1)))
+        bit += width
+    return gaps, bit
+
+
+def _find_one(stream: bytes, bit: int) -> int:
+    """The first bit from ``bit`` on that is one; the number of bits where there is none."""
+    while bit < 8 * len(stream):
+        window = _window(stream, bit) & ((1 << 64) - 1)
+        if window:
+            return bit + (window & -window).bit_length() - 1
+        bit += 64
+    return 8 * len(stream)
+
+
 def _read_indices(stream: bytes, table: bytes, start: int, numel: int, count: int) -> list[int]:
     """Decode ``count`` indices; ``start`` is where the stream lies in the body, for messages."""
-    size, bit, index, r, grows, most = 8 * len(stream), 0, -1, 0, False, 0
+    size, bit, index = 8 * len(stream), 0, -1
     group_ends = _group_ends(table)
-    indices = []
-    for i in range(count):
-        if i % GROUP == 0 and i > 0 and bit != group_ends[i // GROUP - 1]:
+    indices: list[int] = []
+    for first in range(0, count, CODE_BLOCK):
+        if first % GROUP == 0 and first > 0 and bit != group_ends[first // GROUP - 1]:
             raise _FoundError(Damage.group, start + (bit >> 3))
-        if i % CODE_BLOCK == 0:
-            head = _window(stream, bit)
-            r, grows = head & HEAD_PARAMETER, bool(head & HEAD_TEUHOLA)
-            bit += HEAD_BITS
-            if r > numel.bit_length():
-                raise _FoundError(Damage.parameter, start + (bit >> 3))
-            most = (numel + (1 << r)).bit_length() - 1 - r if grows else numel >> r
-        window = _window(stream, bit)
-        quotient = 0
-        while not window & ((1 << 26) - 1):
-            bit, quotient = bit + 25, quotient + 25
-            if bit >= size:
-                raise _FoundError(Damage.truncated, start + (bit >> 3))
-            if quotient > most:
-                raise _FoundError(Damage.run, start + (bit >> 3))
-            window = _window(stream, bit)
-        zeros = (window & -window).bit_length() - 1
-        quotient += zeros
-        if grows and quotient > most:
-            raise _FoundError(Damage.run, start + (bit >> 3))
-        width = r + quotient if grows else r
-        gap = (1 << width) - (1 << r) if grows else quotient << r
-        index += 1 + gap + ((window >> (zeros + 1)) & ((1 << width) - 1))
-        bit += zeros + 1 + width
+        begin = start + (bit >> 3)
+        gaps, bit = _read_gaps(stream, begin, bit, numel, min(CODE_BLOCK, count - first))
+        indices += (index + total for total in itertools.accumulate(gap + 1 for gap in gaps))
+        index = indices[-1]
         if index >= numel:
-            raise _FoundError(Damage.index, start + (bit >> 3))
-        indices.append(index)
+            raise _FoundError(Damage.index, begin)
     if bit > size:
         raise _FoundError(Damage.truncated, start + len(stream))
     if (bit + 7) >> 3 != len(stream):

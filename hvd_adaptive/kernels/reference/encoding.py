@@ -64,6 +64,12 @@ def _codes(gaps: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return zeros, widths, lows
 
 
+def _ends(lengths: Tensor, starts: Tensor) -> Tensor:
+    """Where each of some parts ends that lie side by side in blocks, each of which has a start."""
+    ends = in_blocks(lengths, CODE_BLOCK).cumsum(1) + starts.unsqueeze(1)
+    return ends.view(-1)[: lengths.numel()]
+
+
 def _index_stream(indices: Tensor) -> tuple[Tensor, Tensor]:
     """The bits of each group but the last as u32, and the coded gaps of rising int64 indices: bytes."""
     device = indices.device
@@ -75,14 +81,12 @@ def _index_stream(indices: Tensor) -> tuple[Tensor, Tensor]:
         bits[starts + bit] = ((heads >> bit) & 1).to(torch.uint8)
 
     zeros, widths, lows = _codes(gaps, heads.repeat_interleave(sizes))
-    ends = torch.cumsum(zeros + 1 + widths, 0) + HEAD_BITS * (
-        torch.arange(len(gaps), device=device) // CODE_BLOCK + 1
-    )
-    ones = ends - widths - 1
-    bits[ones] = 1
+    ones = starts + HEAD_BITS
+    bits[_ends(zeros + 1, ones) - 1] = 1
+    low_starts = _ends(widths, ones + in_blocks(zeros + 1, CODE_BLOCK).sum(1)) - widths
     for bit in range(int(widths.max())):
         has = widths > bit
-        bits[(ones + 1 + bit)[has]] = ((lows[has] >> bit) & 1).to(torch.uint8)
+        bits[(low_starts + bit)[has]] = ((lows[has] >> bit) & 1).to(torch.uint8)
     group_starts = starts[:: GROUP // CODE_BLOCK]
     return torch.diff(group_starts).to(torch.int32).view(torch.uint8), _pack(bits)
 

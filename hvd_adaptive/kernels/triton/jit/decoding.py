@@ -36,20 +36,13 @@ FIELDS = tl.constexpr(8)
 """Columns: stream, values, count, format, mark, what is wrong, first index, first slot."""
 BODY_FIELDS = tl.constexpr(3)
 """Columns of the table of bodies: address, bytes, first index."""
-WINDOW = tl.constexpr(512)
-"""Places that are looked at together: bits, and then what is found out of codes."""
-CODES = tl.constexpr(64)
-"""Codes that are found together, at most; in selections of 1 % there are some 55 in a window."""
-LOG_CODES = tl.constexpr(6)
-LAST_BIT = tl.constexpr(512 - 64 - 1)
-"""Where codes lead to that are not complete in a window."""
+WINDOW = tl.constexpr(32)
+"""Words of zeros and ones that are looked at together: most blocks have fewer."""
 LONGEST = tl.constexpr(31)
 """The most low bits of a code."""
 WORDS = tl.constexpr(128)
-"""Of 32 bits: those of a window, or entries of a table, that are looked at together."""
+"""Of 32 bits: entries of a table that are looked at together."""
 WORD_BITS = tl.constexpr(32)
-FAR = tl.constexpr(128 * 32)
-"""Bits of these words."""
 FETCHED = tl.constexpr(1024)
 """Words that are brought into the cache at once."""
 MOST_FETCHED = tl.constexpr(1 << 18)
@@ -169,37 +162,12 @@ def load_window(words, place, left):
 
 
 @triton.jit
-def first_one(window):
-    """Zeros before the first one bit of 32, int32; 31 where there is none."""
-    lowest = (window & (~window + 1)).to(tl.float32)  # exact: a power of two
-    exponent = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
-    return tl.where(window == 0, 31, exponent)
-
-
-@triton.jit
-def code_end(window, start, most, r, grows):
-    """(zeros, end) of codes whose bits are in a window; ``LAST_BIT`` if they may not be complete."""
-    zeros = first_one(window)
-    end = start + zeros + 1 + r + zeros * grows
-    cut = (window == 0) | (end > most) | (end >= LAST_BIT) | (start >= LAST_BIT)
-    return zeros, tl.where(cut, LAST_BIT, end)
-
-
-@triton.jit
-def find_codes(words, place, left, r, grows):
-    """Starts of the next codes, up to 64, in bits from a place on; ``LAST_BIT`` in the place of others.
-
-    Where a code leads to from each bit is known at once; the ``j``-th code is found by doubling: ``j``
-    jumps are as many of 1, 2, 4 ... The places after the bits are the starts', so that one look-up
-    moves these on and makes the jumps longer.
-    """
-    p = tl.arange(0, WINDOW)
-    _, end = code_end(load_bits(words, place + p, left), p, left - place, r, grows)
-    jumps = tl.where(p > LAST_BIT, 0, end)
-    for step in tl.static_range(LOG_CODES):
-        stays = (p > LAST_BIT) & ((p >> step) & 1 == 0)
-        jumps = tl.where(stays, jumps, tl.gather(jumps, jumps, 0))
-    return tl.gather(jumps, LAST_BIT + 1 + tl.arange(0, CODES), 0)
+def ones_in(word):
+    """How many ones 32 bits have, int32."""
+    pairs = word - ((word >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    return ((eights * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -224,20 +192,6 @@ def shortened(length):
 
 
 @triton.jit
-def find_one(data, bit, limit, end):
-    """The first one bit from ``bit`` on, or a bit from ``limit`` on if there is none before it."""
-    i = tl.arange(0, WORDS)
-    step = bit * 0 + FAR
-    while (step == FAR) & (bit < limit):
-        words, place, left = words_at(data, bit, end)
-        window = load_window(words, place + i * WORD_BITS, left)
-        ones = tl.where(window == 0, FAR, i * WORD_BITS + first_one(window))
-        step = tl.min(ones, 0).to(tl.int64)
-        bit += step
-    return bit
-
-
-@triton.jit
 def sum_of_words(data, count):
     """The sum of so many uint32 at any byte."""
     i = tl.arange(0, WORDS)
@@ -246,18 +200,6 @@ def sum_of_words(data, count):
         words = load_word(data + 4 * (first + i), first + i < count)
         total += tl.sum(words.to(tl.int64), 0)
     return total
-
-
-@triton.jit
-def far_code(data, bit, limit, end, r, grows):
-    """(gap and element, bit after it, whether it is cut) of a code that begins with many zeros."""
-    one = find_one(data, bit, limit, end)
-    zeros = one - bit
-    cut = (one >= limit).to(tl.int64) | (zeros >> LONGEST)
-    zeros = tl.where(cut > 0, 0, zeros)
-    words, place, left = words_at(data, one + 1, end)
-    length = 1 + gap_of(load_window(words, place, left), zeros, r, grows)
-    return length, one + 1 + r + zeros * grows, cut
 
 
 @triton.jit
@@ -272,11 +214,64 @@ def fetch(data, bit, limit):
     return tl.max(found.to(tl.int64), 0)
 
 
+@triton.jit
+def find_ones(data, bit, limit, end, size, numel, out):
+    """Write the zeros before each of so many ones, all since ``bit``; returns how many ones there are.
+
+    Or more. It ends at ``limit``, and where there are more zeros than a layer has elements.
+    """
+    i, place = tl.arange(0, WINDOW), tl.arange(0, WORD_BITS)
+    lower = ((place * 0 + 1).to(tl.uint32) << place.to(tl.uint32)) - 1
+    begin, found = bit, bit * 0
+    while (found < size) & (bit < limit) & (bit - begin - found <= numel):
+        words, first, left = words_at(data, bit, end)
+        window = load_window(words, first + i * WORD_BITS, left)
+        ones = ones_in(window)
+        rank = (tl.cumsum(ones, 0) - ones)[:, None] + ones_in(window[:, None] & lower[None, :])
+        shown = ((window[:, None] >> place.to(tl.uint32)[None, :]) & 1) > 0
+        number = found + rank
+        zeros = bit - begin + (i[:, None] * WORD_BITS + place[None, :]) - number
+        tl.store(out + number, shortened(zeros), mask=shown & (number < size))
+        found += tl.sum(ones, 0)
+        bit += WINDOW * WORD_BITS
+    return found
+
+
+@triton.jit
+def write_block(data, bit, end, head, size, out, total):
+    """Zeros before ones become lengths, summed up from ``total`` on: (bit after low bits, last sum).
+
+    Args:
+        data: of the body.
+        bit: at which the block's zeros and ones begin.
+        end: byte at which the stream does.
+        head: what the block begins with.
+        size: indices of the block.
+        out: of its first index.
+        total: of the blocks before.
+    """
+    j = tl.arange(0, BLOCK)
+    mask = j < size
+    passed = tl.load(out + j, mask=mask, other=0)
+    before = tl.load(out + j - 1, mask=mask & (j > 0), other=0)
+    tl.debug_barrier()  # other threads write what has been read here
+    last = tl.max(passed, 0).to(tl.int64)
+    r, grows = head & HEAD_PARAMETER, (head & HEAD_TEUHOLA) // HEAD_TEUHOLA
+    words, place, left = words_at(data, bit + last + size, end)
+    # what has too many zeros is damage whatever its low bits are
+    place += r * j + tl.minimum(before, BLOCK * LONGEST) * grows
+    low = load_bits(words, place, left)
+    lengths = 1 + gap_of(low, (passed - before).to(tl.int64), r, grows)
+    sums = total + tl.cumsum(tl.where(mask, lengths, 0), 0)
+    tl.store(out + j, shortened(sums), mask=mask)
+    return bit + last + size + r * size + last * grows, tl.max(sums, 0)
+
+
 @entry
 def decode_positions(bodies, numels, places, slots, indices, totals, spans, room):
-    """The gaps of a group, each with the element after it: their lengths, and the sum of these.
+    """The gaps of a group, each with the element after it: the sums of these lengths.
 
-    A block is decoded after the other, up to 64 codes of it at once.
+    A block is decoded after the other, all of its codes at once.
     """
     number = tl.program_id(1).to(tl.int64)
     slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(0))
@@ -295,44 +290,23 @@ def decode_positions(bodies, numels, places, slots, indices, totals, spans, room
         # what is loaded at once needs not be waited for again and again; stored, or it were not loaded
         tl.store(totals + slot, fetch(data, bit, tl.minimum(limit, end * 8)))
         done, total = count * 0, count * 0
-        r = done.to(tl.int32)
-        grows = r
-        j = tl.arange(0, CODES)
-        sums = tl.zeros((CODES,), tl.int64)
         while (done < size) & (wrong == 0):
             words, place, left = words_at(data, bit, end)
-            if done % BLOCK == 0:
-                head = load_window(words, place, left).to(tl.int32)
-                r, grows = head & HEAD_PARAMETER, (head & HEAD_TEUHOLA) // HEAD_TEUHOLA
-                bit += HEAD_BITS
-                place += HEAD_BITS
-                wrong = (r > bit_length(numel)).to(tl.int64)
-            ahead = tl.minimum(BLOCK - done % BLOCK, size - done)
-            starts = find_codes(words, place, left, r, grows)
-            zeros, ends = code_end(
-                load_bits(words, place + starts, left), starts, left - place, r, grows
-            )
-            complete = (ends < LAST_BIT) & (j < ahead)
-            # the last code that is complete, and where it ends
-            best = tl.max(tl.where(complete, ((j + 1) << 16) | ends, 0), 0)
-            if best > 0:
-                low = load_bits(words, place + starts + zeros + 1, left)
-                lengths = 1 + gap_of(low, zeros.to(tl.int64), r, grows)
-                tl.store(out + done + j, shortened(lengths), mask=complete)
-                sums += tl.where(complete, lengths, 0)
-                bit += best & 0xFFFF
-                done += best >> 16
-            else:
-                length, bit, cut = far_code(data, bit, limit, end, r, grows)
-                wrong = wrong | cut
-                tl.store(out + done, shortened(length))
-                total += length
-                done += 1
+            head = load_window(words, place, left).to(tl.int32) & (HEAD_PARAMETER | HEAD_TEUHOLA)
+            bit += HEAD_BITS
+            ahead = tl.minimum(size - done, BLOCK)
+            found = find_ones(data, bit, limit, end, ahead, numel, out + done)
+            tl.debug_barrier()  # threads read what others have written
+            too_large = (head & HEAD_PARAMETER) > bit_length(numel)
+            wrong = (too_large | (found < ahead)).to(tl.int64)
+            if wrong == 0:
+                bit, total = write_block(data, bit, end, head, ahead, out + done, total)
+                wrong = (total > numel).to(tl.int64)
+            done += ahead
         words, place, left = words_at(data, bit, end)
         rest = load_window(words, place, left)
         bad_end = tl.where(is_last, ((bit + 7) // 8 != end) | (rest != 0), bit != limit)
-        total += tl.sum(sums, 0)
-        wrong = wrong | (bad_end | (total > numel)).to(tl.int64)
+        wrong = wrong | bad_end.to(tl.int64)
         tl.store(totals + slot, tl.where(wrong > 0, 0, total))
         tl.store(row + 5, 1, mask=wrong > 0)
 
@@ -362,7 +336,7 @@ def load_values(data, start, code, i, mask):
 
 @entry
 def place_and_check(bodies, numels, places, slots, indices, totals, spans, room, SIZE: tl.constexpr):
-    """Positions from lengths, and whether they and the values are sound; and nothing after signs."""
+    """Positions from sums of lengths; whether they and values are sound, and nothing after signs."""
     number = tl.program_id(1).to(tl.int64)
     slot, span, row, group = find_group(places, slots, number, spans, room, tl.program_id(0))
     if span >= 0:
@@ -376,10 +350,8 @@ def place_and_check(bodies, numels, places, slots, indices, totals, spans, room,
         for part in range(0, tl.minimum(count - first, GROUP), SIZE):
             i = first + part + tl.arange(0, SIZE)
             mask = i < count
-            length = tl.load(indices + base + i, mask=mask, other=0)
-            index = last.to(tl.int32) + tl.cumsum(length, 0)
+            index = last.to(tl.int32) + tl.load(indices + base + i, mask=mask, other=0)
             tl.store(indices + base + i, index, mask=mask)
-            last += tl.sum(length, 0)
             value = load_values(data, start, code, i, mask)
             size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             worst = tl.maximum(worst, tl.max(tl.where(mask, size, 0), 0))

@@ -201,8 +201,10 @@ def write_stream(
             width = tl.zeros_like(gaps) + r
             zeros = gaps >> r
         low = number & ((tl.full((BLOCK,), 1, tl.int64) << width) - 1)
-        code_ends = tl.cumsum(tl.where(i < size, zeros + 1 + width, 0), 0)
-        store_bits(words, start + HEAD_BITS + code_ends - width - 1, (low << 1) | 1, i < size)
+        one_ends = tl.cumsum(tl.where(i < size, zeros + 1, 0), 0)
+        low_ends = tl.cumsum(tl.where(i < size, width, 0), 0) + tl.max(one_ends, 0)
+        store_bits(words, start + HEAD_BITS + one_ends - 1, tl.full((BLOCK,), 1, tl.int64), i < size)
+        store_bits(words, start + HEAD_BITS + low_ends - width, low, i < size)
         store_bits(words, start + tl.zeros((BLOCK,), tl.int64), tl.zeros_like(gaps) + head, i < 1)
         count = tl.load(counts + piece)
         number = first // BLOCK
