@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hvd_adaptive.compressors import GatheredCompressor, parse
 from hvd_adaptive.compressors.base import LayerBatch
-from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.base import BACKENDS, for_device
 from hvd_adaptive.kernels.quantization import ReceivedBody
 from hvd_adaptive.wire import WireError
@@ -227,19 +226,26 @@ def selected(x: torch.Tensor, counts: npt.NDArray[np.int64]) -> Any:
 
     offsets = np.array([0, x.numel()])
     segments = selecting.segments_of(offsets, offsets, counts, False, x.device)
-    given = segments.given(x, None, counts, np.zeros(1, np.int64), SelectionRule.topk)
-    return selecting.Selection(segments, torch.from_numpy(given), 0)
+    return selecting.Selection(segments, torch.from_numpy(segments.given(x, None)), 0)
+
+
+def in_sample(numel: int) -> npt.NDArray[np.bool_]:
+    """Which elements of one layer the sample looks at."""
+    from hvd_adaptive.kernels.triton import selecting
+
+    tile, seen = selecting._TILE, selecting._TILE // selecting._SAMPLED
+    found = np.zeros(numel, bool)
+    for number in range(-(-numel // tile)):
+        size = min(tile, numel - number * tile)
+        start = number * tile + (size - min(size, seen)) * (number % 7) // 7
+        found[start : start + seen] = True
+    return found
 
 
 def test_a_sample_that_misleads_costs_another_pass_but_not_exactness() -> None:
-    from hvd_adaptive.kernels.triton import selecting
-
-    tile, seen, numel, count = selecting._TILE, selecting._TILE // selecting._SAMPLED, 12_388, 1000
+    numel, count = 12_388, 1000
     x = numbers("normal", numel, 4)
-    for number in range(-(-numel // tile)):  # what the sample looks at is large, the others are not
-        size = min(tile, numel - number * tile)
-        start = number * tile + (size - min(size, seen)) * (number % 7) // 7
-        x[start : start + seen] *= 1e6
+    x[in_sample(numel)] *= 1e6
     selection = selected(torch.from_numpy(x.copy()), np.array([count]))
     assert int(selection._lists.found.sum()) == np.count_nonzero(x)
     assert selection.indices.tolist() == np.sort(np.argsort(-np.abs(x), kind="stable")[:count]).tolist()
@@ -248,6 +254,31 @@ def test_a_sample_that_misleads_costs_another_pass_but_not_exactness() -> None:
 def test_a_good_sample_lists_few_more_candidates_than_are_sent() -> None:
     selection = selected(torch.from_numpy(numbers("normal", 100_000, 4)), np.array([1000]))
     assert 1000 <= int(selection._lists.found.sum()) < 6000
+
+
+@pytest.mark.parametrize(
+    ("scale", "count"), [(1, 4200), (1e9, 500), (1, 8990)], ids=["near", "far", "no floor"]
+)
+@pytest.mark.parametrize("kind", ["normal", "equal"])
+def test_the_threshold_is_exact_near_the_samples_and_far_from_it(
+    kind: str, scale: float, count: int
+) -> None:
+    x = numbers(kind, 9000, 4)
+    x[~in_sample(9000) & (np.arange(9000) % 5 == 0)] *= scale
+    selection = selected(torch.from_numpy(x.copy()), np.array([count]))
+    assert selection.indices.tolist() == np.sort(np.argsort(-np.abs(x), kind="stable")[:count]).tolist()
+
+
+def test_a_threshold_has_no_unknown_bits_after_the_last_launch() -> None:
+    from hvd_adaptive.kernels.triton.jit import selection as jit
+
+    assert jit.BINS.value == 1 << jit.LOG_BINS.value
+    largest = np.finfo(np.float32).max.view(np.int32)
+    octaves = (int(largest) - 1 - (jit.NEAR_BINS.value << jit.NEAR_BITS.value)) >> jit.FAR_BITS.value
+    assert jit.NEAR_BINS.value + octaves < jit.BINS.value
+    assert int(largest) >> jit.WIDE_BITS.value < jit.BINS.value
+    found = (jit.STEPS.value - 1) * jit.LOG_BINS.value
+    assert max(jit.NEAR_BITS.value, jit.FAR_BITS.value, jit.WIDE_BITS.value) <= found
 
 
 @pytest.mark.parametrize("block", [100, 512])

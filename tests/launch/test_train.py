@@ -819,7 +819,6 @@ def ranks_below(launcher: int) -> dict[int, int]:
 Signal: TypeAlias = tuple[str, int, str]
 """A launcher, the signal's number, and who gets it."""
 
-
 Ended: TypeAlias = tuple[int, str, list[str]]
 """The launcher's status, what was printed, and the files in the folder of checkpoints."""
 
@@ -833,8 +832,8 @@ def signalled(case: Signal, folder: Path, data_root: Path) -> Ended:
             [launcher, "-np", "2", sys.executable, str(LAUNCH / "train.py"), *SMALL,
              "--preset", "mlp-fashion", *TINY["mlp-fashion"], "--steps", "1000000",
              "--checkpoint-dir", str(saved)],
-            # Ranks share the machine with other tests: a vote and a checkpoint may take seconds.
-            env=environment(data_root) | {"OMPI_MCA_odls_base_sigkill_timeout": "10"},
+            # Beside other tests a vote and a checkpoint may take seconds.
+            env={**environment(data_root), "OMPI_MCA_odls_base_sigkill_timeout": "10"},
             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ COPIES = 32
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
-"""Kernels, by what Triton compiles them for."""
+"""Kernels and their constants, by what Triton compiles them for."""
 
 
 def launch(
@@ -63,10 +63,11 @@ def launch(
     here = torch.cuda.current_device() == device.index
     with contextlib.nullcontext() if here else torch.cuda.device(device):
         if known is None:
-            _compiled[key] = kernel[grid](*arguments, **meta, enable_fp_fusion=False)
+            compiled = kernel[grid](*arguments, **meta, enable_fp_fusion=False)
+            _compiled[key] = compiled, [meta[name] for name in kernel.arg_names[len(arguments) :]]
         else:
-            constants = [meta[name] for name in kernel.arg_names[len(arguments) :]]
-            known[(*grid, 1, 1)[:3]](*arguments, *constants)
+            compiled, constants = known
+            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 def _compiled_for(argument: Any) -> Any:
@@ -107,9 +108,9 @@ def pointers(tensors: Sequence[Tensor] | None, count: int) -> npt.NDArray[np.int
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
 
 
-def scale_bits(scale: float) -> npt.NDArray[np.int64]:
-    """A float32 in a table: ``int64[1]``, as kernels load it."""
-    return np.array([np.float32(scale).view(np.int32)], np.int64)
+def scale_bits(scale: float) -> int:
+    """A float32 in a table, as kernels load it."""
+    return int(np.float32(scale).view(np.int32))
 
 
 def gradient_code(grads: Sequence[Tensor] | None) -> int:
@@ -121,6 +122,33 @@ def key_words(key: int, device: torch.device) -> Tensor:
     """The halves of a mixed key, the lower first: ``int64[2]``."""
     word = mix(key)
     return upload(np.array([word & 0xFFFFFFFF, word >> 32], np.int64), device)
+
+
+class Table:
+    """Numbers for the device, of which only some are others at the next call.
+
+    Args:
+        parts: numbers, or rows of them.
+    """
+
+    def __init__(self, *parts: npt.NDArray[np.int64]) -> None:
+        self._numbers: npt.NDArray[np.int64] = np.concatenate([part.ravel() for part in parts])
+        self._sizes = [part.size for part in parts]
+        self._widths = [part.shape[1] if part.ndim > 1 else 1 for part in parts]
+
+    def copy(self) -> npt.NDArray[np.int64]:
+        """The numbers, part after part."""
+        return self._numbers.copy()
+
+    def column(self, part: int, column: int = 0) -> slice:
+        """Where a column of a part is in :meth:`copy`."""
+        first = sum(self._sizes[:part])
+        return slice(first + column, first + self._sizes[part], self._widths[part])
+
+    def split(self, sent: Tensor) -> Sequence[Tensor]:
+        """The parts, of a copy on the device."""
+        parts: Sequence[Tensor] = sent.split(self._sizes)
+        return parts
 
 
 class Tiles:
@@ -206,10 +234,10 @@ def kept(make: Callable[Given, Made]) -> Callable[Given, Made]:
     look_up: Callable[..., Made] = made
 
     def found(*parts: Given.args, **named: Given.kwargs) -> Made:
-        known = (
+        known = [
             np.ascontiguousarray(part, np.int64).tobytes() if isinstance(part, np.ndarray) else part
             for part in parts
-        )
+        ]
         return look_up(*known, **named)
 
     return found
@@ -219,13 +247,23 @@ tiles_of = kept(Tiles)
 """The tiles of layers."""
 
 
-_levels: weakref.WeakKeyDictionary[Tables, dict[torch.device, tuple[Tensor, Tensor]]]
+class Levels(NamedTuple):
+    """Signed levels and alphabets of tables, on a device, and their addresses."""
+
+    tensors: tuple[Tensor, Tensor]
+    addresses: tuple[int, int]
+
+
+_levels: weakref.WeakKeyDictionary[Tables, dict[torch.device, Levels]]
 _levels = weakref.WeakKeyDictionary()
 
 
-def levels_of(tables: Tables, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Signed levels and alphabets of tables, on a device; they are sent there once."""
+def levels_of(tables: Tables, device: torch.device) -> Levels:
+    """The levels of tables, which are sent to a device once, and kept there as long as the tables."""
     places = _levels.setdefault(tables, {})
-    if device not in places:
-        places[device] = upload(tables.levels, device), upload(tables.alphabets, device)
-    return places[device]
+    known = places.get(device)
+    if known is None:
+        levels, alphabets = upload(tables.levels, device), upload(tables.alphabets, device)
+        known = Levels((levels, alphabets), (levels.data_ptr(), alphabets.data_ptr()))
+        places[device] = known
+    return known

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,7 +25,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.checks import check_bits, check_keys, check_layers, check_outs, check_spectrum
+from hvd_adaptive.kernels.checks import (
+    check_bits,
+    check_bodies,
+    check_bytes,
+    check_keys,
+    check_layers,
+    check_outs,
+    check_spectrum,
+)
 from hvd_adaptive.kernels.huffman import Code
 from hvd_adaptive.kernels.quantization import WEIGHT_BINS, ReceivedBody, sum_one_by_one
 from hvd_adaptive.kernels.reference import quantized as reference
@@ -33,12 +42,12 @@ from hvd_adaptive.kernels.triton.jit import dequantization
 from hvd_adaptive.kernels.triton.jit import quantized as jit
 from hvd_adaptive.kernels.triton.launching import (
     COPIES,
+    Table,
     gradient_code,
     kept,
     key_words,
     launch,
     levels_of,
-    pointers,
     read_back,
     scale_bits,
     sums_between,
@@ -62,8 +71,6 @@ expected_error_at = reference.expected_error_at
 
 Int64s = npt.NDArray[np.int64]
 
-_LOW = np.uint64(0xFFFFFFFF)
-_HIGH = np.uint64(32)
 _TILE = 512
 """Elements of a program, unless a block has more."""
 _PER_THREAD = 16
@@ -88,8 +95,9 @@ def tile_shape(rule: QuantizationRule) -> dict[str, int]:
     return {"BLOCK": rule.block, "ROWS": rows, "LOG": log, "num_warps": min(32, max(1, warps))}
 
 
-def _halves(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    return (words & _LOW).astype(np.int64), (words >> _HIGH).astype(np.int64)
+def _halves(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """A row of two for each word, the lower half first."""
+    return words.view(np.uint32).reshape(-1, 2)
 
 
 def compress_(
@@ -106,7 +114,8 @@ def compress_(
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.compress_`."""
     offsets, bits = check_layers(x, offsets, bits, grads, halves=True)
     check_bits(bits, tables)
-    keys, dithers = check_keys(keys, len(bits)), check_keys(dithers, len(bits))
+    keys = None if keys is None else check_keys(keys, len(bits))
+    dithers = None if dithers is None else check_keys(dithers, len(bits))
     if not len(bits):
         return torch.zeros(reserve, dtype=torch.uint8, device=x.device), np.zeros((0, 3))
     layout = _layout_of(offsets, bits, tables.alphabets[bits], rule, x.device)
@@ -116,9 +125,11 @@ def compress_(
     (energies, told) = recording.run(
         (layout, gradients), given, x.device, functools.partial(layout.quantize, gradients)
     )
-    stats = np.column_stack([told, np.zeros(len(bits))])
-    wrong = ~np.isfinite(told[:, 0])
-    if wrong.any():
+    stats = np.zeros((len(bits), 3))
+    stats[:, :2] = told
+    finite = np.isfinite(told[:, 0])
+    if np.count_nonzero(finite) < len(bits):
+        wrong = ~finite
         stats[wrong] = (0, 0, 1)
         tiles = energies[:, 0].isfinite()  # a copy: the next call may use the energies' memory
         body = _give_back(layout, wrong, tiles, x, grads, body, reserve, tables)
@@ -159,9 +170,9 @@ class _Layout:
         unpacked = (alphabets == _TERNARY) | (not self._packs)
         self._room = int(offsets[-1] - offsets[0]) if unpacked.any() else 0
         self._packed = tiles_of(np.where(unpacked, sizes - 1 - norms, 0), PACKED, device)
-        zeros = np.zeros_like(bits)
+        zeros, unkeyed = np.zeros_like(bits), _halves(np.full(len(bits), mix(0), np.uint64))
         columns = [
-            *(4 * offsets[:-1], numels, zeros, zeros, zeros, zeros, zeros, bits, alphabets),
+            *(4 * offsets[:-1], numels, zeros, *unkeyed.T, zeros, zeros, bits, alphabets),
             *(self.tiles.firsts, self.ends - sizes, offsets[:-1] - offsets[0]),
             *(4 * int(jit.LEVELS.value) * bits, norms),
         ]
@@ -172,24 +183,24 @@ class _Layout:
         x: Tensor,
         body: int,
         grads: Sequence[Tensor] | None,
-        keys: npt.NDArray[np.uint64],
-        dithers: npt.NDArray[np.uint64],
+        keys: npt.NDArray[np.uint64] | None,
+        dithers: npt.NDArray[np.uint64] | None,
         tables: Tables,
     ) -> Int64s:
         """Rows of layers.
 
         Elements, their number, gradient, halves of the key and of the dither, bits, levels, first tile,
         bytes, place of codes that are packed later, levels' table, bytes of norms. The elements, the
-        gradient, the bytes and the table are addresses.
+        gradient, the bytes and the table are addresses; no keys or dithers are the same as zeros.
         """
-        rows = self._rows.copy()
-        rows[:, 0] += x.data_ptr()
-        rows[:, 2] = pointers(grads, len(rows))
-        mixed = np.array([mix(key) for key in keys.tolist()], np.uint64)
-        rows[:, 3], rows[:, 4] = _halves(mixed)
-        rows[:, 5], rows[:, 6] = _halves(dithers)
-        rows[:, 10] += body
-        rows[:, 12] += levels_of(tables, x.device)[0].data_ptr()
+        levels, _ = levels_of(tables, x.device).addresses
+        rows = self._rows + np.array([x.data_ptr(), *[0] * 9, body, 0, levels, 0], np.int64)
+        if grads is not None:
+            rows[:, 2] = [grad.data_ptr() for grad in grads]
+        if keys is not None:
+            rows[:, 3:5] = _halves(np.array([mix(key) for key in keys.tolist()], np.uint64))
+        if dithers is not None:
+            rows[:, 5:7] = _halves(dithers)
         return rows.ravel()
 
     def quantize(self, gradients: int, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,32 +279,39 @@ class _Received:
     """
 
     def __init__(
-        self, numels: Int64s, count: int, rule: QuantizationRule, device: torch.device
+        self, numels: tuple[int, ...], count: int, rule: QuantizationRule, device: torch.device
     ) -> None:
-        self._device, self._count, self._layers, self._numels = device, count, len(numels), numels
+        self._device, self._count, self._layers = device, count, len(numels)
+        sizes = np.array(numels, np.int64)
         self._shape = {"NORM": int(rule.norm), "BLOCK": rule.block, "TILE": _DECODED}
         self._groups = rule.block % _WHOLE_BYTES == 0
         self._even = rule.rounding is Rounding.uniform
-        self._tiles = tiles_of(numels, _DECODED, device)
-        self._norms = np.array([rule.norm_bytes(numel) for numel in numels.tolist()], np.int64)
+        self._tiles = tiles_of(sizes, _DECODED, device)
+        norms = np.array([rule.norm_bytes(numel) for numel in sizes.tolist()], np.int64)
+        rows = np.zeros(count * int(dequantization.BODY_FIELDS.value), np.int64)
+        outs, scale = np.zeros_like(sizes), np.zeros(1, np.int64)
+        self._table = Table(rows, sizes, norms, outs, scale)
+        """Rows of bodies; of layers elements, bytes of norms, and outputs; the scale's bits."""
+        self._bodies, self._outs = self._table.column(0), self._table.column(3)
 
     def given(self, bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float) -> Int64s:
-        """Rows of bodies; of layers elements, bytes of norms, and outputs; the scale's bits."""
-        tables = [levels_of(body.tables, self._device) for body in bodies]
+        """What :meth:`decode` is told."""
+        distinct = {body.tables for body in bodies}
+        levels = {tables: levels_of(tables, self._device).addresses for tables in distinct}
         rows = [
-            (body.data.data_ptr(), body.start, body.data.numel(), *pointers(table, 2).tolist())
-            for body, table in zip(bodies, tables, strict=True)
+            (body.data.data_ptr(), body.start, body.data.numel(), *levels[body.tables])
+            for body in bodies
         ]
-        outputs, bits = pointers(outs, self._layers), scale_bits(scale)
-        found: Int64s = np.concatenate(
-            [np.array(rows, np.int64).ravel(), self._numels, self._norms, outputs, bits]
-        )
-        return found
+        numbers = self._table.copy()
+        numbers[self._bodies] = [*itertools.chain.from_iterable(rows)]
+        numbers[self._outs] = [out.data_ptr() for out in outs]
+        numbers[-1] = scale_bits(scale)
+        return numbers
 
     def decode(self, use: Use, sent: Tensor) -> tuple[None, Tensor]:
         """``int64[L + 2]``: marks of layers, whether anything is damaged, the first damaged layer."""
-        rows, layers = self._count * int(dequantization.BODY_FIELDS.value), self._layers
-        bodies, numels, norms, outs, scale = sent.split([rows, layers, layers, layers, 1])
+        layers = self._layers
+        bodies, numels, norms, outs, scale = self._table.split(sent)
         places = torch.zeros(
             (self._count * (layers + 1), dequantization.PLACES.value),
             dtype=torch.int64,
@@ -362,7 +380,7 @@ def decode(
 ) -> tuple[bool, npt.NDArray[np.uint8]]:
     """Whether some of these packed bodies is damaged, and the marks of the layers."""
     device = bodies[0].data.device
-    received = _received_of(np.array(numels, np.int64), len(bodies), rule, device)
+    received = _received_of(tuple(numels), len(bodies), rule, device)
     outs = outs or [bodies[0].data] * len(numels)
     given = received.given(bodies, outs, scale)
     _, told = recording.run((received, use), given, device, functools.partial(received.decode, use))
@@ -409,10 +427,14 @@ def decompress_sum_(
     bodies: Sequence[ReceivedBody], outs: Sequence[Tensor], scale: float, rule: QuantizationRule
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.QuantizedKernels.decompress_sum_`: in one pass."""
-    for body in bodies:
-        numels = check_outs(body.data, outs)
     if not outs:
         return sum_one_by_one(reference.decompress_add_, bodies, outs, scale, rule)
+    first, *others = check_bodies([body.data for body in bodies])
+    numels = check_outs(first, outs)
+    for other in others:
+        check_bytes(other)
+        if other.is_cpu != first.is_cpu:
+            check_outs(other, outs)  # which says what does not fit
     try:
         whole = [unpacked_codes(body, numels, rule) for body in bodies]
     except WireError:

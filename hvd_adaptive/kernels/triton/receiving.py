@@ -22,9 +22,9 @@ from torch import Tensor
 from hvd_adaptive.kernels.triton import recording
 from hvd_adaptive.kernels.triton.jit import decoding as jit
 from hvd_adaptive.kernels.triton.launching import (
+    Table,
     kept,
     launch,
-    pointers,
     read_back,
     scale_bits,
     tiles_of,
@@ -39,7 +39,7 @@ _PARTS = GROUP // _SIZE
 _FIELDS = 8
 """Columns of the table of places."""
 _WARPS = 2
-"""Of a program that decodes positions: it has 512 bits in hand."""
+"""Of a program that decodes positions: it has 1024 bits, or 256 codes, in hand."""
 _PLACED, _PLACE_WARPS = 512, 4
 """Values that are placed at once, and warps for them."""
 _SUMMED = 8192
@@ -87,29 +87,33 @@ class SparseLayout:
         spans = [sum(numels)] if whole else list(numels)
         self.spans = len(spans)
         starts = np.cumsum([0, *most])
+        rows = np.zeros((self.count, int(jit.BODY_FIELDS.value)), np.int64)
+        rows[:, 2] = starts[:-1]
         self.indices = int(starts[-1])
         self.room = max(most) // GROUP + self.spans
         self.expected = -1 if values is None else int(values)
         self.tiles = tiles_of(np.array([] if whole else numels, np.int64), _SUMMED, device)
-        self._starts = starts[:-1]
-        self._sizes = np.array(spans, np.int64), np.cumsum([0, *numels])
+        outs, scale = np.zeros(self.layers, np.int64), np.zeros(1, np.int64)
+        self._table = Table(rows, np.array(spans, np.int64), np.cumsum([0, *numels]), outs, scale)
+        """Rows of bodies; sizes of spans, edges of layers, their outputs; the bits of the scale."""
+        self._addresses, self._sizes = self._table.column(0, 0), self._table.column(0, 1)
+        self._outs = self._table.column(3)
 
     def given(
         self, bodies: Sequence[Tensor], outs: Sequence[Tensor], scale: float
     ) -> npt.NDArray[np.int64]:
-        """Rows of bodies; sizes of spans, edges of layers, their outputs; the bits of the scale."""
-        sizes = [body.numel() for body in bodies]
-        rows = np.stack([pointers(bodies, self.count), np.array(sizes, np.int64), self._starts], axis=1)
-        outputs = pointers(outs, self.layers) if outs else np.zeros(self.layers, np.int64)
-        parts = [rows.ravel(), *self._sizes, outputs, scale_bits(scale)]
-        found: npt.NDArray[np.int64] = np.concatenate(parts)
-        return found
+        """What :class:`ReceivedSparse` is told, besides this layout."""
+        numbers = self._table.copy()
+        numbers[self._addresses] = [body.data_ptr() for body in bodies]
+        numbers[self._sizes] = [body.numel() for body in bodies]
+        if outs:
+            numbers[self._outs] = [out.data_ptr() for out in outs]
+        numbers[-1] = scale_bits(scale)
+        return numbers
 
     def split(self, sent: Tensor) -> Sequence[Tensor]:
         """The parts of :meth:`given` on the device."""
-        rows = self.count * int(jit.BODY_FIELDS.value)
-        parts: Sequence[Tensor] = sent.split([rows, self.spans, self.layers + 1, self.layers, 1])
-        return parts
+        return self._table.split(sent)
 
 
 _layout_of = kept(SparseLayout)
@@ -121,14 +125,14 @@ def layout_of(
     """Kept, because a bucket has the same one at most steps: that of bodies of about this size."""
     # a position has a bit at least, and so has a value
     bits = 1 + (ValueFormat.sign if values is None else values).bits
-    most = tuple(_rounded_up(8 * body.numel() // bits) for body in bodies)
+    most = tuple([_rounded_up(8 * body.numel() // bits) for body in bodies])
     return _layout_of(tuple(numels), most, values, whole, bodies[0].device)
 
 
 def _rounded_up(number: int) -> int:
     """To a number of which only the first four bits are not 0."""
-    unit = 1 << max(0, number.bit_length() - 4)
-    return -(-number // unit) * unit
+    low = (number >> 4).bit_length()
+    return -(-number >> low) << low
 
 
 class ReceivedSparse:

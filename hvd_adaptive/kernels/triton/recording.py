@@ -86,6 +86,7 @@ class Recording(Generic[Found]):
     def __init__(self, size: int, told: Tensor, stream: torch.cuda.Stream, work: Work[Found]) -> None:
         given = torch.empty(size, dtype=torch.int64, pin_memory=True)
         self._pinned, self._given, self._told = (given, told), given.numpy(), told.numpy()
+        self._stream = stream
         self._work = work  # and with it the tensors that the graph has the addresses of
         self.used = 0
         """The number of its last replay."""
@@ -107,7 +108,7 @@ class Recording(Generic[Found]):
         self._done.synchronize()  # the last replay may have been interrupted before its end
         self._given[:] = numbers
         self._graph.replay()
-        self._done.record()
+        self._done.record(self._stream)
         self._done.synchronize()
         return self._found, self._told.copy()
 

@@ -6,6 +6,7 @@ bytes per element: a write for the sum, however many bodies there are, and that 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,17 +35,18 @@ def reduce_(
     """See :meth:`hvd_adaptive.kernels.base.ReductionKernels.reduce_`."""
     check_received(bodies, offsets, x, before)
     offsets = np.ascontiguousarray(offsets, np.int64)
-    numels = np.diff(offsets)
-    whole = [unpacked_codes(body, numels.tolist(), rule) for body in bodies]
-    total = torch.empty(int(offsets[-1]), device=bodies[0].data.device)
-    outs = [*torch.split(total[int(offsets[0]) :], numels.tolist())]
-    damaged, _ = decode(whole, numels.tolist(), rule, Use.sum, outs)  # before x is changed
+    edges = offsets.tolist()
+    numels = [end - start for start, end in itertools.pairwise(edges)]
+    whole = [unpacked_codes(body, numels, rule) for body in bodies]
+    total = torch.empty(edges[-1], device=bodies[0].data.device)
+    outs = [*total[edges[0] :].split_with_sizes(numels)]
+    damaged, _ = decode(whole, numels, rule, Use.sum, outs)  # before x is changed
     if damaged:
-        raise_damage(bodies, numels.tolist(), rule)
+        raise_damage(bodies, numels, rule)
     rest, grads = with_kept(total, outs, offsets, x, before)
     data, stats = compress_(rest, offsets, bits, rule, tables, grads, keys, reserve)
     marks = stats[:, 2].astype(np.uint8)
-    for layer in np.flatnonzero(marks).tolist():
+    for layer in marks.nonzero()[0].tolist():
         if x is not None and before is not None:  # given back up to a rounding
-            x[offsets[layer] : offsets[layer + 1]] = before[offsets[layer] : offsets[layer + 1]]
+            x[edges[layer] : edges[layer + 1]] = before[edges[layer] : edges[layer + 1]]
     return data, marks

@@ -1,9 +1,11 @@
 """Which elements are sent, on a GPU: in one pass over the gradient and some over the candidates.
 
 A sample of one element in 64 says how large those are that may be sent. The pass writes the sums, and
-lists these candidates, of which the exact threshold is then found by four histograms. Where the sample
-promised too much, and there are fewer candidates than elements to send, all elements of that span but
-zeros become candidates by another pass; whether it takes place only the device knows.
+lists these candidates. A histogram of them says to within 2^12 magnitudes what the exact threshold is,
+and another one, of those that close to it, which it is. Where it is far above what the sample promised,
+a third one is needed. Where the sample promised too much, and there are fewer candidates than elements
+to send, all elements of that span but zeros become candidates by another pass. Whether either happens
+only the device knows.
 """
 
 from __future__ import annotations
@@ -16,15 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.selection import SelectionRule
 from hvd_adaptive.kernels.triton.jit import selection as jit
-from hvd_adaptive.kernels.triton.launching import Ranges, Tiles, kept, launch, pointers, upload
+from hvd_adaptive.kernels.triton.launching import Ranges, Table, Tiles, kept, launch, upload
 from hvd_adaptive.wire.sparse import CODE_BLOCK
 
 Int64s = npt.NDArray[np.int64]
 
-_DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
-"""Of a magnitude: shift and bits of what is looked at next."""
 _TILE = 1024
 """Elements of a program that reads all of them."""
 _WARPS = 1
@@ -37,6 +36,25 @@ _AT_ONCE = int(jit.TILES.value // jit.SHARE.value)
 """Programs of a part, where its tiles are shared out."""
 _PLACED = 1024
 """Tiles of a program that says where elements go."""
+
+
+class _SelectionTable(Table):
+    """What a :class:`Selection` is told; addresses count from 0 until they are known.
+
+    Args:
+        segments: elements, their number, gradient, first tile, layer, span, place in the piece, and
+            piece of each segment. The elements and the gradient are addresses.
+        asked: of each span, see :func:`_asked`.
+        layers: their number; which of them are marked is not known yet.
+        pieces: the address of each.
+    """
+
+    def __init__(self, segments: Int64s, asked: Int64s, layers: int, pieces: Int64s) -> None:
+        super().__init__(segments, asked, np.zeros(layers, np.int64), pieces)
+        self.from_x = np.r_[self.column(0, 0), self.column(3)]
+        """Addresses that count from that of ``x``."""
+        self.gradients, self.floors = self.column(0, 2), self.column(1, 1)
+        self.marks = self.column(2)
 
 
 class Segments:
@@ -60,23 +78,24 @@ class Segments:
         starts, ends, of_layer, of_piece = _overlaps(offsets, cuts)
         of_span = np.zeros_like(of_layer) if whole else of_layer
         self.layers, self.pieces, self.spans = layers, pieces, len(most)
-        self.of_layer = of_layer
-        self.tiles = Tiles(ends - starts, _TILE, device)
+        sizes = ends - starts
+        self.tiles = Tiles(sizes, _TILE, device)
         self.cuts = cuts
-        columns = (
-            *(4 * starts, ends - starts, np.zeros_like(starts)),
+        rows = (
+            *(4 * starts, sizes, np.zeros_like(starts)),
             *(self.tiles.firsts, of_layer, of_span, starts - cuts[of_piece], of_piece),
         )
-        self._rows: Int64s = np.stack(columns, axis=1)
-        self._inside = starts - offsets[of_layer]
-        sizes = ends - starts
+        self._begins = np.stack([of_layer, starts - offsets[of_layer]], 1).tolist()
+        """The layer of each segment, and its place there."""
         tile_segments = np.repeat(np.arange(len(starts)), -(-sizes // _TILE))
         tile_spans = of_span[tile_segments]
         self.whole, self.numel = whole, int(offsets[-1] - offsets[0])
         span_sizes = np.diff(offsets[[0, -1]] if whole else offsets)
-        self.lists = np.cumsum(span_sizes) - span_sizes
-        """Where the candidates of each span are listed."""
-        self._sampled = _sampled(sizes, of_span, span_sizes)
+        large = span_sizes > int(jit.SMALL.value)  # these have histograms
+        self.large_spans = int(large.sum())
+        self.histogram_rows = upload(np.where(large, np.cumsum(large) - 1, -1), device)
+        asked = _asked(most, _sampled(sizes, of_span, span_sizes), span_sizes)
+        self._table = _SelectionTable(np.stack(rows, 1), asked, layers, 4 * cuts[:-1])
         tiles_of_span = np.bincount(tile_spans, minlength=self.spans)
         parts = -(-tiles_of_span // int(jit.TILES.value))
         self.parts = int(parts.sum())
@@ -96,7 +115,6 @@ class Segments:
         """Elements that each piece sends at most."""
         self.capacity = int(capacities.sum())
         self.capacities = upload(np.cumsum([0, *capacities]), device)
-        self._pieces = 4 * cuts[:-1]
         tile_pieces = of_piece[tile_segments]
         layer_spans = np.zeros(layers, np.int64) if whole else np.arange(layers)
         self.owners = (
@@ -111,33 +129,11 @@ class Segments:
         self.block_pieces = upload(np.repeat(np.arange(pieces), blocks), device)
         self.first_blocks = upload(np.cumsum([0, *blocks]), device)
 
-    def sample_needed(self, counts: Int64s) -> Int64s:
-        """How many of each span's sample should be candidates, so that hardly ever too few are."""
-        sampled, numels = self._sampled
-        share = np.minimum(counts, numels) * (sampled / np.maximum(numels, 1))
-        needed = np.where(sampled == numels, counts, np.ceil(1.1 * share + 3 * np.sqrt(share)) + 2)
-        found: Int64s = np.where(counts > 0, needed, 0).astype(np.int64)
-        return found
-
-    def table(self, x: Tensor, grads: Sequence[Tensor] | None) -> Int64s:
-        """Rows of elements, their number, gradient, first tile, layer, span, place in the piece, piece.
-
-        The elements and the gradient are addresses.
-        """
-        rows = self._rows.copy()
-        rows[:, 0] += x.data_ptr()
-        if grads:
-            inside = grads[0].element_size() * self._inside
-            rows[:, 2] = pointers(grads, self.layers)[self.of_layer] + inside
-        return rows
-
     def given(
         self,
         x: Tensor,
         grads: Sequence[Tensor] | None,
-        counts: Int64s,
-        floors: Int64s,
-        rule: SelectionRule,
+        floors: Int64s | None = None,
         marks: Int64s | None = None,
     ) -> Int64s:
         """What a :class:`Selection` is told, besides these segments.
@@ -145,32 +141,53 @@ class Segments:
         Args:
             x: what is kept of the layers; it receives the sums, and what is left.
             grads: added first.
-            counts: of the spans: how many are sent at most.
-            floors: bits of the least magnitude that is sent by ``SelectionRule.threshold``.
-            rule: that one, or any other, which then sends ``counts``.
+            floors: of the spans: bits of the least magnitude that is sent; None where no threshold is
+                given, and so many are sent as may be.
             marks: ``int64[L]``: 1 for layers of which nothing is to be sent; None if there are none.
         """
-        given = floors if rule == SelectionRule.threshold else np.full(self.spans, -1)
-        asked = np.stack([counts, given, self.sample_needed(counts), self.lists], 1)
-        marked = np.zeros(self.layers, np.int64) if marks is None else marks
-        parts = self.table(x, grads), asked, marked, x.data_ptr() + self._pieces
-        numbers: Int64s = np.concatenate([part.ravel() for part in parts])
+        table, numbers = self._table, self._table.copy()
+        numbers[table.from_x] += x.data_ptr()
+        if grads:
+            size = grads[0].element_size()
+            numbers[table.gradients] = [
+                grads[layer].data_ptr() + size * inside for layer, inside in self._begins
+            ]
+        if floors is not None:
+            numbers[table.floors] = floors
+        if marks is not None:
+            numbers[table.marks] = marks
         return numbers
 
     def split(self, sent: Tensor) -> Sequence[Tensor]:
         """The parts of :meth:`given` on the device."""
-        asked = self.spans * int(jit.SPAN_FIELDS.value)
-        parts: Sequence[Tensor] = sent.split([self._rows.size, asked, self.layers, self.pieces])
-        return parts
+        return self._table.split(sent)
 
 
-def _sampled(sizes: Int64s, of_span: Int64s, span_sizes: Int64s) -> tuple[Int64s, Int64s]:
-    """How many elements of each span are in its sample, and how many there are."""
+def _asked(counts: Int64s, sampled: Int64s, numels: Int64s) -> Int64s:
+    """What is asked of each span, if there is no threshold.
+
+    Args:
+        counts: how many elements of each span are sent at most.
+        sampled: how many are in its sample.
+        numels: how many it has.
+
+    Returns:
+        Rows of the count; the floor; how many of the sample should be candidates, so that hardly ever
+        too few are; and where the candidates are listed.
+    """
+    share = np.minimum(counts, numels) * (sampled / np.maximum(numels, 1))
+    needed = np.where(sampled == numels, counts, np.ceil(1.1 * share + 3 * np.sqrt(share)) + 2)
+    needed = np.where(counts > 0, needed, 0).astype(np.int64)
+    return np.stack([counts, np.full_like(counts, -1), needed, np.cumsum(numels) - numels], 1)
+
+
+def _sampled(sizes: Int64s, of_span: Int64s, span_sizes: Int64s) -> Int64s:
+    """How many elements of each span are in its sample."""
     sample = _TILE // _SAMPLED
     whole_tiles, rest = sizes // _TILE, sizes % _TILE
     seen = np.zeros_like(span_sizes)
     np.add.at(seen, of_span, whole_tiles * sample + np.minimum(rest, sample))
-    return seen, span_sizes
+    return seen
 
 
 def _overlaps(offsets: Int64s, cuts: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
@@ -226,8 +243,13 @@ class Selection:
         """Write the sums into their place, and select from them."""
         segments, device = self._segments, self._device
         spans, tiles = segments.spans, (segments.tiles.count,)
-        bins = int(jit.BINS.value)
-        histograms, tickets, *listed = _zeros((spans, bins), spans, spans, spans, device=device)
+        bins = int(jit.SAMPLE_BINS.value)
+        rows = segments.large_spans, int(jit.BINS.value)
+        samples, tickets, *listed, first = _zeros(
+            (spans, bins), spans, spans, spans, rows, device=device
+        )
+        later = torch.empty((2, *rows), dtype=torch.int32, device=device)  # cleared where they are used
+        histograms = first, *later
         wrong = self.nonfinite.amax(0, keepdim=True) if segments.whole else self.nonfinite
         self.wrong = wrong
         """``int64[spans]``: 1 where nothing is sent because a sum is not finite."""
@@ -237,7 +259,7 @@ class Selection:
         source, parts = (self._table, segments.tiles.layers, known), (segments.parts,)
         launch(
             *(jit.sample, parts, device, *source, *segments.part, segments.span_parts),
-            *(segments.span_tiles, histograms, tickets, floor_bits),
+            *(segments.span_tiles, samples, tickets, floor_bits),
             **meta,
             SAMPLE=_TILE // _SAMPLED,
         )
@@ -248,27 +270,29 @@ class Selection:
             num_warps=_WARPS,
         )
         launch(
-            *(jit.sift_again, (*parts, _AT_ONCE), device, *source, *segments.part, segments.span_tiles),
-            *(floor_bits, *listed, *self._lists),
+            *(jit.count_candidates, (*parts, _AT_ONCE), device, *source, *segments.part),
+            *(segments.span_parts, segments.span_tiles, floor_bits, *listed, *self._lists),
+            *(segments.histogram_rows, histograms[0], histograms[1]),
             TILE=_TILE,
             num_warps=_WARPS,
         )
-        spread = (known, floor_bits, wrong, *listed, self._lists.values, histograms, tickets)
-        self._compact(*self._refine(spread))
+        spread = (known, floor_bits, wrong, *listed, self._lists.values, segments.histogram_rows)
+        self._compact(*self._refine(spread, histograms))
 
-    def _refine(self, spread: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def _refine(
+        self, spread: tuple[Tensor, ...], histograms: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
         """The exact threshold of each span as bits, and how many that have it are sent; int32."""
-        segments, device = self._segments, self._device
-        steps = torch.empty((2, len(_DIGITS) + 1, segments.spans), dtype=torch.int32, device=device)
-        for step, (shift, bits) in enumerate(_DIGITS):
+        segments, device, steps = self._segments, self._device, int(jit.STEPS.value)
+        found = torch.empty((steps, 3, segments.spans), dtype=torch.int32, device=device)
+        for step in range(steps):
             launch(
-                *(jit.refine, (segments.parts,), device, *segments.part),
-                *(segments.span_parts, *spread, *steps[:, step]),
-                SHIFT=shift,
-                BITS=bits,
+                *(jit.refine, (segments.parts,), device, *segments.part, segments.span_parts),
+                *(*spread, *histograms, found[step - 1], found[step]),
                 FIRST=step == 0,
             )
-        return steps[0, -1], steps[1, -1]
+            histograms = *histograms[1:], histograms[0]
+        return found[-1, 0], found[-1, 2]
 
     def _compact(self, thresholds: Tensor, quotas: Tensor) -> None:
         """What reaches the thresholds, in order."""

@@ -79,6 +79,8 @@ position_bits = reference.position_bits
 
 Int64s = npt.NDArray[np.int64]
 
+_COUNTING = (SelectionRule.dgc, SelectionRule.redsync)
+"""Rules that first say how many elements to send, which are then the largest."""
 _WARPS = 2
 """Of a program that has a block of 256 values."""
 
@@ -96,7 +98,7 @@ def compress_(
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_`."""
     offsets, counts = check_layers(x, offsets, counts, grads, whole, halves=True)
-    floors = check_thresholds(rule, thresholds, len(counts))
+    floors = _floors(rule, thresholds, len(counts))
     cuts = offsets[[0, -1]] if whole else offsets
     data, stats, _ = _compress_(x, offsets, cuts, counts, values, grads, reserve, rule, floors, whole)
     return data, stats
@@ -116,8 +118,17 @@ def compress_cut_(
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.compress_cut_`."""
     offsets, counts = check_layers(x, offsets, counts, grads, whole, halves=True)
     cuts = check_cuts(offsets, cuts, whole)
-    floors = check_thresholds(rule, thresholds, len(counts))
+    floors = _floors(rule, thresholds, len(counts))
     return _compress_(x, offsets, cuts, counts, values, grads, 0, rule, floors, whole)
+
+
+def _floors(
+    rule: SelectionRule, thresholds: npt.NDArray[np.float32] | None, spans: int
+) -> Int64s | None:
+    """The thresholds as bits; None for a rule that has none."""
+    if thresholds is None and rule != SelectionRule.threshold:
+        return None
+    return check_thresholds(rule, thresholds, spans)
 
 
 def _compress_(
@@ -129,7 +140,7 @@ def _compress_(
     grads: Sequence[Tensor] | None,
     reserve: int,
     rule: SelectionRule,
-    floors: Int64s,
+    floors: Int64s | None,
     whole: bool,
 ) -> tuple[Tensor, npt.NDArray[np.float64], Int64s]:
     """Select from each span, encode each piece."""
@@ -137,10 +148,9 @@ def _compress_(
     if len(cuts) < 2:
         nothing = torch.zeros(reserve, dtype=torch.uint8, device=device)
         return nothing, np.zeros((layers, 4)), np.zeros(0, np.int64)
-    if rule in (SelectionRule.dgc, SelectionRule.redsync):
-        counts, rule = _counted(x, offsets, counts, grads, rule, whole), SelectionRule.topk
-    most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
-    segments = segments_of(offsets, cuts, most, whole, device)
+    if rule in _COUNTING:
+        counts = _counted(x, offsets, counts, grads, rule, whole)
+    segments = segments_of(offsets, cuts, counts, whole, device)
     gradients = gradient_code(grads)
 
     def work(sent: Tensor) -> tuple[tuple[Additions, Tensor], Tensor]:
@@ -148,7 +158,7 @@ def _compress_(
         data, ends = _encode(segments, selection, values, reserve, np.diff(cuts), selection.indices)
         return (selection.additions, data), _statistics(segments, selection, ends)
 
-    key, given = (segments, gradients, values, reserve), segments.given(x, grads, counts, floors, rule)
+    key, given = (segments, gradients, values, reserve), segments.given(x, grads, floors)
     (additions, data), told = recording.run(key, given, device, work)
     return _taken(additions, data, told)
 
@@ -178,10 +188,10 @@ def _taken(
     """
     layers = additions.segments.layers
     stats, places = told[: 4 * layers].reshape(layers, 4), told[4 * layers :].astype(np.int64)
-    if stats[:, 3].any():
+    if np.count_nonzero(stats[:, 3]):
         stats[stats[:, 3] != 0, :3] = 0
         additions.take_back()
-    return data[: places[0]].clone(), stats, places[1:]
+    return data[: int(places[0])].clone(), stats, places[1:]
 
 
 def _counted(
@@ -285,10 +295,7 @@ def decompress_sum_(
     whole: bool = False,
 ) -> npt.NDArray[np.uint8]:
     """See :meth:`hvd_adaptive.kernels.base.SparseKernels.decompress_sum_`."""
-    check_outs(check_bodies(bodies)[0], outs, whole)
-    if whole and outs:
-        torch._foreach_zero_(list(outs))
-    return _add_(bodies, outs, scale, values, whole, Use.sum)
+    return _add_(check_bodies(bodies), outs, scale, values, whole, Use.sum)
 
 
 def _add_(
@@ -303,8 +310,10 @@ def _add_(
     numels = check_outs(bodies[0], outs, whole)
     for body in bodies[1:]:
         check_body(body, bodies[0])
+    if use is Use.sum and whole and outs:
+        torch._foreach_zero_(list(outs))
     _, damaged, marks = decode(bodies, numels, values, whole, use, outs, scale)
-    for layer in np.flatnonzero(marks).tolist():
+    for layer in marks.nonzero()[0].tolist():
         outs[layer].fill_(torch.nan)
     if damaged:
         _raise_damage(bodies, numels, values, whole)
@@ -348,7 +357,7 @@ def recompress_(
     layers that are one vector, and which of them are whose), and for the result.
     """
     offsets, counts = check_layers(x, offsets, counts, None, whole)
-    floors = check_thresholds(rule, thresholds, len(counts))
+    floors = _floors(rule, thresholds, len(counts))
     check_body(body, x)
     numels = np.diff(offsets)
     if not len(counts):
@@ -364,12 +373,11 @@ def recompress_(
     edges = np.cumsum([0, *found])
     if whole:
         edges = read_back(torch.searchsorted(positions.long(), upload(offsets - offsets[0], x.device)))
-    if rule in (SelectionRule.dgc, SelectionRule.redsync):
-        counts, rule = _counted(old, edges, counts, None, rule, whole), SelectionRule.topk
+    if rule in _COUNTING:
+        counts = _counted(old, edges, counts, None, rule, whole)
     cuts = edges[[0, -1]] if whole else edges
-    most = np.array([rule.most(count) for count in counts.tolist()], np.int64)
-    segments = Segments(edges, cuts, most, whole, x.device)  # not kept: sizes are those of this step
-    given = segments.given(old, None, counts, floors, rule, np.asarray(marks, np.int64))
+    segments = Segments(edges, cuts, counts, whole, x.device)  # not kept: sizes are those of this step
+    given = segments.given(old, None, floors, np.asarray(marks, np.int64))
     selection = Selection(segments, upload(given, x.device), 0)
     spans = offsets[[0, -1]] if whole else offsets
     data, ends = _encode(

@@ -24,8 +24,8 @@ PLACES = tl.constexpr(6)
 
 Addresses of the first norm, the first code and the levels; bits, how many levels, what is wrong.
 """
-TAG = tl.constexpr(0x4B000000)
-"""Makes 8388608 and a code of its bits, as a float32."""
+MOST, LEAST = tl.constexpr(0x6F800000), tl.constexpr(0x0F800000)
+"""The bits of 2^96 and 2^-96, between which norms are ordinary: see :func:`scales_exactly`."""
 
 
 @entry
@@ -293,81 +293,179 @@ def find_alike(places, alike, layers, count, EVEN: tl.constexpr):
 
 
 @triton.jit
+def word_of(address):
+    """(the aligned word that holds the byte at an address, the bytes of that word before it)."""
+    return (address >> 2 << 2).to(tl.pointer_type(tl.uint32)), (address & 3).to(tl.int32)
+
+
+@triton.jit
+def joined(low, high, before):
+    """The 32 bits of two words after their first ``before`` bytes, modulo 4: one instruction."""
+    shift = (before << 3) & 31
+    return (low >> shift.to(tl.uint32)) | (high << 1 << (shift ^ 31).to(tl.uint32))
+
+
+@triton.jit
+def groups_of(left, bits, GROUPS: tl.constexpr, WIDE: tl.constexpr):
+    """(the first byte of each group of eight codes, a mask of the bits of its codes, the last byte).
+
+    Bytes count from the first of the tile. Groups after the last code read what the last group reads,
+    with an empty mask, so that their loads need none.
+    """
+    g = tl.arange(0, GROUPS)
+    own = tl.minimum(tl.maximum(left - 8 * g, 0), 8) * bits
+    if WIDE:
+        ones = (own * 0 - 1).to(tl.uint64) >> (64 - tl.maximum(own, 1)).to(tl.uint64)
+    else:
+        ones = (own * 0 - 1).to(tl.uint32) >> (32 - tl.maximum(own, 1)).to(tl.uint32)
+    return tl.minimum(g, (left - 1) >> 3) * bits, tl.where(own > 0, ones, 0), (left * bits - 1) >> 3
+
+
+@triton.jit
+def words_of(address, place, last, WIDE: tl.constexpr):
+    """A word for each group of eight codes of a tile; bits above those of its codes may be anything.
+
+    Args:
+        address: of the tile's first byte.
+        place: the first byte of each group, counted from there.
+        last: the last byte of the tile, counted from there.
+        WIDE: whether a code may have more than 4 bits.
+    """
+    data, before = word_of(address)
+    byte = place + before
+    word, end = byte >> 2, (last + before) >> 2
+    # a word after the last byte may not be read, and holds no bits of codes
+    low = tl.load(data + word)
+    high = tl.load(data + word + 1, mask=word < end)
+    words = joined(low, high, byte)
+    if WIDE:
+        third = tl.load(data + word + 2, mask=word + 1 < end)
+        words = words.to(tl.uint64) | (joined(high, third, byte).to(tl.uint64) << 32)
+    return words
+
+
+@triton.jit
+def blocks_of(begin, left, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """(the number of a tile's first block, the numbers of its blocks from there on, ``[blocks, 1]``).
+
+    Where a tile does not consist of whole blocks, nor a block of whole tiles, there is a number for
+    each group of eight codes.
+    """
+    base = begin // BLOCK
+    if BLOCK % TILE == 0:
+        number = tl.arange(0, 1)
+    elif TILE % BLOCK == 0:
+        number = tl.minimum(tl.arange(0, TILE // BLOCK), (left - 1) // BLOCK)
+    else:
+        inside = (begin - base * BLOCK).to(tl.int32)
+        number = (inside + 8 * tl.minimum(tl.arange(0, TILE // 8), (left - 1) >> 3)) // BLOCK
+    return base, number[:, None]
+
+
+@triton.jit
+def norms_of(address, number, GROUPS: tl.constexpr):
+    """The norm of each group of eight codes; ``number`` are the numbers of norms, ``[norms, 1]``."""
+    data, before = word_of(address)
+    other, _ = word_of(address + 3)  # a norm's last byte: the word after that may not be read
+    norms = joined(tl.load(data + number), tl.load(other + number), before)
+    norms = tl.broadcast_to(norms, (number.shape[0], GROUPS // number.shape[0]))
+    return tl.reshape(norms, (GROUPS,)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def loaded(
     row,
     bits,
     begin,
-    left,
+    place,
+    last,
+    base,
+    number,
     NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """(the bits of each group of eight codes, both of its norms) of a tile.
-
-    ``[groups]``; the norms are numbers where the tile lies in one block.
-    """
-    g = tl.arange(0, TILE // 8)
-    base = begin // BLOCK
-    words = packed_words(tl.load(row + 1), begin // 8, g, left, bits, WIDE)
-    if BLOCK % TILE == 0:
-        first, second = load_norms(tl.load(row), base, left > 0, NORM)
+    """(a word for each group of eight codes, both of its norms), read from one body."""
+    words = words_of(tl.load(row + 1) + (begin >> 3) * bits, place, last, WIDE)
+    if NORM == SIDES:
+        norms = tl.load(row) + 8 * base
+        first = norms_of(norms, 2 * number, TILE // 8)
+        second = norms_of(norms + 4, 2 * number, TILE // 8)
     else:
-        block = base + ((begin - base * BLOCK).to(tl.int32) + 8 * g) // BLOCK
-        first, second = load_norms(tl.load(row), block, 8 * g < left, NORM)
+        first = norms_of(tl.load(row) + 4 * base, number, TILE // 8)
+        second = first
     return words, first, second
 
 
 @triton.jit
-def even_steps(bits):
-    """(the middle code as a float32 that codes are, parts of a level) of codes of at least two bits.
+def even_levels(words, bits, WIDE: tl.constexpr):
+    """Evenly spaced levels of eight codes of at least two bits, ``[8, groups]``.
 
-    Levels are ``a / top`` for whole numbers ``a``, as float32. ``a / (top + 1)`` is exact, and what is
-    left of ``a / top`` is so small that the sum is rounded as the quotient is; a quotient, or a look-up
-    in a table, would take longer.
+    A code is not shifted to the lowest bits: where it is in its word, it is part of the fraction of a
+    float32 whose exponent makes the code count in units of ``1 / (top + 1)``. Subtracting the middle
+    code in the same units is exact and leaves ``a / (top + 1)``. The level, ``a / top``, is that plus
+    ``1 / top`` of that: rounded once, it is the correctly rounded quotient for every ``a`` and up to 8
+    bits. Dividing would take longer, and so would a table.
     """
-    top = tl.maximum(((bits * 0 + 1) << (bits - 1)) - 1, 1)  # of one bit it is not asked for
+    PART: tl.constexpr = 2 if WIDE else 4  # codes that fit into a fraction
+    j = tl.arange(0, 8)[:, None]
+    bits = tl.maximum(bits, 2)  # no layer of one bit gets here, but 1 / 0 may be computed for it
+    top = (1 << (bits - 1)) - 1
+    place = j % PART * bits
+    power = (151 - bits - place) << 23
+    part = words[None, :] >> (j // PART * PART * bits).to(words.dtype)
+    codes = (part.to(tl.uint32).to(tl.int32, bitcast=True) & ((2 * top + 1) << place)) | power
+    middle = (top << place) | power
+    even = codes.to(tl.float32, bitcast=True) - middle.to(tl.float32, bitcast=True)
     wide = top.to(tl.float32)
-    share = tl.div_rn(wide * 0.0 + 1.0, wide + 1.0)
-    return (8388608 + top).to(tl.float32), share, tl.div_rn(wide * 0.0 + 1.0, wide) * share
+    rest = tl.div_rn(wide * 0.0 + 1.0, wide)
+    return tl.fma(even, tl.broadcast_to(rest, even.shape), even)
 
 
 @triton.jit
 def values_of(
-    wrong,
-    row,
-    words,
-    first,
-    second,
-    bits,
-    middle,
-    share,
-    rest,
-    NORM: tl.constexpr,
-    ALONE: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
+    row, words, first, second, bits, NORM: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr
 ):
-    """(values, ``[8, groups]``; of each group whether it is damaged, or ``wrong`` before)."""
-    codes = unpacked(words, bits, WIDE)
-    alphabet = tl.load(row + 4).to(tl.int32)
-    if EVEN:
-        codes = codes | TAG
-        alphabet = alphabet | TAG
-    norms, others = first, second
-    if not ALONE:
-        norms, others = first[None, :], second[None, :]
+    """The values of codes, ``[8, groups]``."""
     if NORM == SIDES:
-        values = tl.where(codes > 0, others, -norms)
+        values = tl.where(unpacked(words, bits, WIDE) > 0, second[None, :], -first[None, :])
     elif EVEN:
-        number = codes.to(tl.float32, bitcast=True) - middle
-        values = (number * share + number * rest) * norms
+        values = even_levels(words, bits, WIDE) * first[None, :]
     else:
         levels = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-        values = tl.load(levels + codes) * norms
-    impossible = worse_of(first, second) >= INF
-    wrong = wrong | ((tl.max(codes, 0) >= alphabet) | impossible).to(tl.int32)
-    return values, wrong
+        values = tl.load(levels + unpacked(words, bits, WIDE)) * first[None, :]
+    return values
+
+
+@triton.jit
+def impossible_codes(row, words, bits, EVEN: tl.constexpr, WIDE: tl.constexpr):
+    """A word for each group: the highest bit of a code is set if and only if some code has no level.
+
+    Other bits may be anything. With even levels only the code of all ones has none. Adding 1 to every
+    code clears the highest bit of the lowest such code; without one, no carry leaves a code and no
+    highest bit is cleared.
+    """
+    if EVEN:
+        lowest = words * 0 + 1
+        lowest = lowest | (lowest << bits.to(words.dtype))
+        lowest = lowest | (lowest << (2 * bits).to(words.dtype))
+        lowest = lowest | (lowest << (4 * bits).to(words.dtype))
+        found = words & ~(words + lowest)
+    else:
+        alphabet = tl.load(row + 4).to(tl.int32)
+        wrong = tl.max(unpacked(words, bits, WIDE), 0) >= alphabet
+        found = wrong.to(words.dtype) << (bits - 1).to(words.dtype)
+    return found
+
+
+@triton.jit
+def top_bits(words, bits):
+    """Words with nothing left but the highest bit of each of eight codes."""
+    top = (words * 0 + 1) << (bits - 1).to(words.dtype)
+    top = top | (top << bits.to(words.dtype))
+    top = top | (top << (2 * bits).to(words.dtype))
+    top = top | (top << (4 * bits).to(words.dtype))
+    return words & top
 
 
 @triton.jit
@@ -377,6 +475,76 @@ def any_bits_after(rows, step, count, bits, numel):
     for number in range(count):
         found = found | bits_after(tl.load(rows + number * step + 1), bits, bits * 0, numel)
     return found
+
+
+@triton.jit
+def norm_range(most, least, first, second):
+    """The bits of the largest norm so far, and those of the smallest that is not 0, minus 1.
+
+    Bits order as norms do, and impossible norms are above all others. For 0, minus 1 is the largest.
+    """
+    bits, others = first.to(tl.uint32, bitcast=True), second.to(tl.uint32, bitcast=True)
+    most = tl.maximum(tl.maximum(most, bits), others)
+    return most, tl.minimum(tl.minimum(least, bits - 1), others - 1)
+
+
+@triton.jit
+def scales_exactly(factor):
+    """Whether scaling a sum gives the bits of scaling each value, if all norms are ordinary or 0.
+
+    A power of two changes exponents alone, unless something overflows or is rounded to a subnormal
+    number. Even levels are 1/127 or more, so values with norms of 2^-96 or more are multiples of
+    2^-126. Scaled by 2^-20 or more, all sums are multiples of 2^-146, which a float32 can be.
+    """
+    bits = factor.to(tl.int32, bitcast=True)
+    return ((bits & 0x7FFFFF) == 0) & (factor >= 2.0**-20) & (factor <= 1.0)
+
+
+@triton.jit
+def sum_bodies(
+    rows,
+    step,
+    count,
+    bits,
+    begin,
+    left,
+    factor,
+    NORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """(sum of a tile, whether codes are impossible, whether norms are, whether they are not ordinary).
+
+    The sum is still to be multiplied unless this ``SCALES`` each value. Two bodies are read before the
+    first is added, or a program would wait for each.
+    """
+    total = tl.zeros((8, TILE // 8), tl.float32)
+    place, kept, last = groups_of(left, bits, TILE // 8, WIDE)
+    base, number = blocks_of(begin, left, BLOCK, TILE)
+    wrong, most = kept * 0, tl.zeros((TILE // 8,), tl.uint32)
+    least = most - 1
+    for body in range(0, count, 2):
+        row, other = rows + body * step, rows + tl.minimum(body + 1, count - 1) * step
+        words, first, second = loaded(row, bits, begin, place, last, base, number, NORM, TILE, WIDE)
+        others, third, fourth = loaded(other, bits, begin, place, last, base, number, NORM, TILE, WIDE)
+        if not EVEN:  # else what is above the codes changes neither these nor what is found wrong
+            words, others = words & kept, others & kept
+        values = values_of(row, words, first, second, bits, NORM, EVEN, WIDE)
+        total += factor * values if SCALES else values
+        wrong |= impossible_codes(row, words, bits, EVEN, WIDE)
+        most, least = norm_range(most, least, first, second)
+        if body + 1 < count:
+            values = values_of(other, others, third, fourth, bits, NORM, EVEN, WIDE)
+            total += factor * values if SCALES else values
+            wrong |= impossible_codes(other, others, bits, EVEN, WIDE)
+            most, least = norm_range(most, least, third, fourth)
+    codes = top_bits(wrong & kept, bits) > 0
+    norms = (most >= INF).to(tl.int32)
+    unusual = ((most > MOST) | (least < LEAST - 1)).to(tl.int32)
+    return total, tl.max(codes.to(tl.int32), 0) > 0, tl.max(norms, 0) > 0, tl.max(unusual, 0) > 0
 
 
 @triton.jit
@@ -395,30 +563,19 @@ def sum_alike(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """(sum of a tile of layers with codes of the same size, whether one is damaged).
-
-    Two bodies are read before the first is added, and zeros if there is no second one: or a program
-    would wait for each.
-    """
-    total = tl.zeros((8, TILE // 8), tl.float32)
-    wrong = tl.zeros((TILE // 8,), tl.int32)
-    middle, share, rest = even_steps(bits)
-    ALONE: tl.constexpr = BLOCK % TILE == 0
-    for number in range(0, count, 2):
-        row = rows + number * step
-        other = rows + tl.minimum(number + 1, count - 1) * step
-        more = tl.where(number + 1 < count, left, 0)
-        words, first, second = loaded(row, bits, begin, left, NORM, BLOCK, TILE, WIDE)
-        others, third, fourth = loaded(other, bits, begin, more, NORM, BLOCK, TILE, WIDE)
-        values, wrong = values_of(
-            wrong, row, words, first, second, bits, middle, share, rest, NORM, ALONE, EVEN, WIDE
+    """(sum of a tile of layers with codes of the same size, whether one is damaged)."""
+    total, damaged = tl.zeros((8, TILE // 8), tl.float32), bits < 0
+    careful = not (EVEN and scales_exactly(factor))
+    if not careful:
+        total, damaged, _, careful = sum_bodies(
+            rows, step, count, bits, begin, left, factor, NORM, EVEN, BLOCK, TILE, WIDE, False
         )
-        total = total + factor * values
-        values, wrong = values_of(
-            wrong, other, others, third, fourth, bits, middle, share, rest, NORM, ALONE, EVEN, WIDE
+        total *= factor
+    if careful:
+        total, codes, norms, _ = sum_bodies(
+            rows, step, count, bits, begin, left, factor, NORM, EVEN, BLOCK, TILE, WIDE, True
         )
-        total = total + factor * values
-    damaged = tl.max(wrong, 0) > 0
+        damaged = codes | norms
     if begin + TILE >= numel:
         damaged = damaged | any_bits_after(rows, step, count, bits, numel)
     return total, damaged

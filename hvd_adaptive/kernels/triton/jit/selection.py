@@ -1,5 +1,10 @@
 """Exactly the largest elements: candidates by a sampled threshold, then histograms of these.
 
+The first histogram of a span has bins of 2^12 magnitudes up to nearly two octaves above the sampled
+threshold, where the exact one almost always is, and octaves above. :func:`refine` finds the bin of the
+threshold and counts the magnitudes in there, until one is left. Atomic additions are scattered over
+thousands of bins, and hardly ever wait for one another.
+
 A program has a *tile* of one segment, which is a part of a layer that goes to one receiver. Rows of the
 table of segments, and of what is known of spans, are described in
 :mod:`hvd_adaptive.kernels.triton.selecting`. The candidates of a tile stand side by side, in order, in
@@ -11,14 +16,36 @@ its span's part of a list; the tiles stand there as they came, and ``firsts`` sa
 import triton
 import triton.language as tl
 
-from hvd_adaptive.kernels.triton.jit.arithmetic import INF, entry, load_gradient, magnitude_bits
+from hvd_adaptive.kernels.triton.jit.arithmetic import (
+    INF,
+    MAGNITUDE,
+    entry,
+    load_gradient,
+    magnitude_bits,
+)
 
 FIELDS = tl.constexpr(8)
 """Columns of the table of segments."""
 SPAN_FIELDS = tl.constexpr(4)
 """Of what is asked of spans: elements to send, a floor or -1, sample to reach, place of the list."""
-BINS = tl.constexpr(256)
-"""Of one histogram: eight bits. Triton's take time by their bins."""
+SAMPLE_BINS = tl.constexpr(256)
+"""Of the histogram of a sample. Triton's take time by their bins."""
+LOG_BINS = tl.constexpr(12)
+BINS = tl.constexpr(4096)
+"""Of a histogram of candidates."""
+SMALL = tl.constexpr(4096)
+"""Candidates of a span at most that one program holds, which needs no histogram of them."""
+NEAR_BINS = tl.constexpr(4096 - 256)
+NEAR_BITS = tl.constexpr(12)
+"""Of magnitudes that share a bin of the first histogram, if they are not far above the floor."""
+FAR_BITS = tl.constexpr(23)
+"""If they are: an octave."""
+WIDE_BITS = tl.constexpr(31 - 12)
+"""If the floor says nothing: the highest twelve of 31 bits choose the bin."""
+STEPS = tl.constexpr(3)
+"""Launches of :func:`refine`, after which 23 bits at most are unknown, then 23 - 12 = 11, then none."""
+CLEARED = tl.constexpr(512)
+"""Bins that one program of one warp clears at once."""
 TILES = tl.constexpr(128)
 """Of a part of a span."""
 SHARE = tl.constexpr(16)
@@ -29,6 +56,8 @@ LOWEST_BIN = tl.constexpr(4 * (127 - 52))
 """Of the sample: 2^-52. What is smaller is in the first bin, what is 4096 or more in the last."""
 PART = tl.constexpr(1024)
 """Candidates that are looked at together."""
+SMALL_PART = tl.constexpr(256)
+"""Those that a program of one warp looks at together."""
 FEW = tl.constexpr(32)
 """Candidates of a tile that are looked at together."""
 
@@ -52,34 +81,14 @@ def load_tile(row, tile, GRADS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def add_counts(bins, counts, ticket, programs):
-    """Add to a histogram; whether all others of so many programs have: it may then be read."""
-    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
-    tl.debug_barrier()
-    return tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
-
-
-@triton.jit
-def take_counts(bins, ticket):
-    """What a histogram holds, the highest bin first; it is cleared for the next one."""
-    place = bins + (BINS - 1 - tl.arange(0, BINS))
-    counts = tl.load(place, cache_modifier=".cg")  # others added to it in the cache of all
-    tl.store(place, tl.zeros((BINS,), tl.int32))
-    tl.store(ticket, 0)
-    return counts
-
-
-@triton.jit
 def bin_of(counts, left):
-    """The bin of the element that is the last of ``left``, and how many are above it.
+    """The bin of the last of the ``left`` largest elements, and how many are in higher bins.
 
-    Args:
-        counts: of the bins, the highest first.
-        left: elements; of none the highest bin is chosen.
+    It is -1 if there are fewer elements, and the highest bin if ``left`` is 0.
     """
-    above = tl.cumsum(counts, 0) < left  # the whole bin is wanted, and more
-    number = BINS - 1 - tl.sum(above.to(tl.int32), 0)
-    return number, tl.sum(tl.where(above, counts, 0), 0)
+    lower = tl.cumsum(counts, 0) - counts
+    reaching = tl.sum(counts, 0) - lower >= left
+    return tl.sum(reaching.to(tl.int32), 0) - 1, tl.sum(tl.where(reaching, 0, counts), 0)
 
 
 @triton.jit
@@ -123,13 +132,16 @@ def sample(
     if GRADS:
         total = total + load_gradient(tl.load(row + 2)[:, None], first[:, None], i, mask, GRADS)
     quarter = (magnitude_bits(total) >> SAMPLE_SHIFT) - LOWEST_BIN
-    quarter = tl.minimum(tl.maximum(quarter, 0), BINS - 1)
+    quarter = tl.minimum(tl.maximum(quarter, 0), SAMPLE_BINS - 1)
     flat = tl.reshape(quarter, (TILES * SAMPLE,))
-    counts = tl.histogram(flat, BINS, mask=tl.reshape(mask, (TILES * SAMPLE,)))
-    bins = histograms + span * BINS
-    if add_counts(bins, counts, tickets + span, tl.load(span_parts + 1 + span)):
+    counts = tl.histogram(flat, SAMPLE_BINS, mask=tl.reshape(mask, (TILES * SAMPLE,)))
+    bins = histograms + span * SAMPLE_BINS + tl.arange(0, SAMPLE_BINS)
+    tl.atomic_add(bins, counts, mask=counts > 0, sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(tickets + span, 1, sem="acq_rel") == tl.load(span_parts + 1 + span) - 1:
+        # all others have added theirs, in the cache of all
         needed = tl.load(asked + span * SPAN_FIELDS + 2).to(tl.int32)
-        number, _ = bin_of(take_counts(bins, tickets + span), needed)
+        number, _ = bin_of(tl.load(bins, cache_modifier=".cg"), needed)
         floor = tl.where(number > 0, (number + LOWEST_BIN) << SAMPLE_SHIFT, 1)
         tl.store(floors + span, tl.where(given < 0, floor, tl.maximum(given.to(tl.int32), 1)))
 
@@ -194,13 +206,53 @@ def is_short(asked, floors, listed, span):
     return sampled & (tl.load(listed + span) < tl.load(row))
 
 
+@triton.jit
+def load_candidates(values, place, there):
+    """(values, their magnitudes, -1 where there is none)."""
+    value = tl.load(values + place, mask=there, other=0.0)
+    return value, tl.where(there, magnitude_bits(value), -1)
+
+
+@triton.jit
+def first_bin(size, floor):
+    """The bin of a candidate in its span's first histogram."""
+    above = size - floor
+    near = above >> NEAR_BITS
+    far = NEAR_BINS + ((above - (NEAR_BINS << NEAR_BITS)) >> FAR_BITS)
+    return tl.where(floor > 1, tl.where(near < NEAR_BINS, near, far), size >> WIDE_BITS)
+
+
+@triton.jit
+def range_of(number, floor):
+    """(the least magnitude in such a bin, how many of its low bits differ there)."""
+    near, far = number << NEAR_BITS, (number - NEAR_BINS) << FAR_BITS
+    is_near = number < NEAR_BINS
+    low = floor + tl.where(is_near, near, far + (NEAR_BINS << NEAR_BITS))
+    low = tl.where(floor > 1, low, number << WIDE_BITS)
+    return low, tl.where(floor > 1, tl.where(is_near, NEAR_BITS, FAR_BITS), WIDE_BITS)
+
+
+@triton.jit
+def count_bins(bins, number, there):
+    """Add to a histogram what falls into bins of such numbers.
+
+    By one addition where all do into one, as equal magnitudes do: many would be made in turn.
+    """
+    first = tl.min(tl.where(there, number, BINS), 0)
+    if first == tl.max(tl.where(there, number, -1), 0):
+        tl.atomic_add(bins + first, tl.sum(there.to(tl.int32), 0), sem="relaxed")
+    else:
+        tl.atomic_add(bins + number, 1, mask=there, sem="relaxed")
+
+
 @entry
-def sift_again(
+def count_candidates(
     table,
     tile_segments,
     asked,
     part_spans,
     part_numbers,
+    span_parts,
     span_tiles,
     floors,
     listed,
@@ -209,19 +261,98 @@ def sift_again(
     values,
     firsts,
     found,
+    histogram_rows,
+    histograms,
+    following,
     TILE: tl.constexpr,
 ):
-    """Of spans with too few candidates: all elements but zeros."""
+    """The first histogram of each span; of spans with too few candidates these are listed again.
+
+    All elements but zeros are then candidates. The ``following`` histograms are cleared where they may
+    be needed. A span of ``SMALL`` elements or fewer has none of either.
+    """
     span, first, end = tiles_of_part(tl.program_id(0), part_spans, part_numbers, span_tiles)
-    if is_short(asked, floors, listed, span):
-        for tile in range(first + tl.program_id(1), end, tl.num_programs(1)):
+    number, at_once = tl.load(part_numbers + tl.program_id(0)), tl.num_programs(1)
+    row = tl.load(histogram_rows + span)
+    bins, count = histograms + row * BINS, tl.load(listed + span)
+    short = is_short(asked, floors, listed, span)
+    if short:
+        for tile in range(first + tl.program_id(1), end, at_once):
             if tl.load(found + tile) >= 0:
-                row = table + tl.load(tile_segments + tile) * FIELDS
-                e, _, total = load_tile(row, tile, 0, TILE)
-                kept = magnitude_bits(total) > 0
+                segment = table + tl.load(tile_segments + tile) * FIELDS
+                e, _, total = load_tile(segment, tile, 0, TILE)
+                size = magnitude_bits(total)
+                kept = size > 0
                 write_candidates(
                     e, total, kept, span, tile, asked, listed_again, places, values, firsts, found
                 )
+                if row >= 0:
+                    count_bins(bins, first_bin(size, 1), kept)
+    elif count > SMALL:
+        own, floor = values + tl.load(asked + span * SPAN_FIELDS + 3), tl.load(floors + span)
+        start = (number * at_once + tl.program_id(1)) * SMALL_PART
+        for place in range(start, count, tl.load(span_parts + 1 + span) * at_once * SMALL_PART):
+            i = place + tl.arange(0, SMALL_PART)
+            size = load_candidates(own, i, i < count)[1]
+            count_bins(bins, first_bin(size, floor), i < count)
+    if (row >= 0) & (short | (count > SMALL)) & (number == 0):
+        for place in range(tl.program_id(1) * CLEARED, BINS, at_once * CLEARED):
+            i = place + tl.arange(0, CLEARED)
+            tl.store(following + row * BINS + i, tl.zeros((CLEARED,), tl.int32))
+
+
+@triton.jit
+def threshold_of_few(own, count, left):
+    """(the ``left``-th largest magnitude of so few candidates, how many that have it are sent)."""
+    i = tl.arange(0, SMALL)
+    size = load_candidates(own, i, i < count)[1]
+    low = left * 0
+    for step in range(31):
+        tried = low | (1 << (30 - step))
+        low = tl.where(tl.sum((size >= tried).to(tl.int32), 0) >= left, tried, low)
+    return low, left - tl.sum((size > low).to(tl.int32), 0)
+
+
+@triton.jit
+def first_range(own, bins, floor, count, left, leading):
+    """What the first histogram, or a few candidates themselves, say of a span's threshold.
+
+    Args:
+        own: candidates of the span.
+        bins: the first histogram of them; it is read if they are more than ``SMALL``.
+        floor: the least magnitude that they may have.
+        count: how many there are.
+        left: how many of them are sent.
+        leading: whether the program says the others of its span what is found.
+
+    Returns:
+        (least magnitude that the threshold may have, how many of its low bits are not known, how many
+        of the candidates that have the others are sent). None is sent of those with the threshold where
+        all larger ones are what is asked for.
+    """
+    bits = left * 0
+    if (left == 0) | (left == count):
+        low = tl.where(left == 0, MAGNITUDE, floor - 1)
+        left = left * 0
+    else:
+        low = left * 0
+        if count > SMALL:
+            number, above = bin_of(tl.load(bins + tl.arange(0, BINS)), left)
+            low, bits = range_of(number, floor)
+            left -= above
+        elif leading:
+            low, left = threshold_of_few(own, count, left)
+    return low, bits, left
+
+
+@triton.jit
+def count_between(own, first, count, stride, low, bits, bins):
+    """Add the candidates in a range of 2^bits magnitudes to a histogram, which has bins for all."""
+    shift = tl.maximum(bits - LOG_BINS, 0)
+    for start in range(first, count, stride):
+        i = start + tl.arange(0, PART)
+        above = load_candidates(own, i, i < count)[1] - low
+        count_bins(bins, above >> shift, (above >= 0) & (above >> bits == 0))
 
 
 @entry
@@ -235,46 +366,49 @@ def refine(
     listed,
     listed_again,
     values,
-    histograms,
-    tickets,
-    prefixes,
-    quotas,
-    SHIFT: tl.constexpr,
-    BITS: tl.constexpr,
+    histogram_rows,
+    counted,
+    following,
+    spare,
+    before,
+    after,
     FIRST: tl.constexpr,
 ):
-    """The next bits of the threshold: a histogram of candidates that share those before.
+    """The next bits of the threshold, by the histogram that was counted before.
 
-    ``prefixes`` and ``quotas`` have a row for each step: what is known of the threshold, and how many
-    of the candidates that have it so far are sent.
+    All programs of a span find them, and count the following histogram of the candidates that share
+    them; the first one clears the one after it, if that will be needed. What is known ``before`` and
+    ``after`` has a row for each of what :func:`first_range` returns; in the end no bits are unknown.
     """
     part = tl.program_id(0)
-    span = tl.load(part_spans + part)
+    span, number = tl.load(part_spans + part), tl.load(part_numbers + part)
     spans, parts = tl.load(span_parts), tl.load(span_parts + 1 + span)
     row = asked + span * SPAN_FIELDS
     short = is_short(asked, floors, listed, span)
     count = tl.where(short, tl.load(listed_again + span), tl.load(listed + span))
+    own, place = values + tl.load(row + 3), tl.load(histogram_rows + span) * BINS
     if FIRST:
-        prefix = count * 0
+        floor = tl.where(short, 1, tl.load(floors + span))
         left = tl.minimum(tl.load(row), count.to(tl.int64))
         left = tl.where(tl.load(wrong + span) > 0, 0, left).to(tl.int32)
+        low, bits, left = first_range(own, counted + place, floor, count, left, number == 0)
     else:
-        prefix, left = tl.load(prefixes + span), tl.load(quotas + span)
-    own = values + tl.load(row + 3)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(tl.load(part_numbers + part) * PART, count, parts * PART):
-        i = start + tl.arange(0, PART)
-        size = magnitude_bits(tl.load(own + i, mask=i < count, other=0.0))
-        inside = i < count
-        if not FIRST:
-            inside = inside & (size >> (SHIFT + BITS) == prefix)
-        counts += tl.histogram((size >> SHIFT) & ((1 << BITS) - 1), BINS, mask=inside)
-    bins = histograms + span * BINS
-    if add_counts(bins, counts, tickets + span, parts):
-        number, above = bin_of(take_counts(bins, tickets + span), left)
-        number = tl.minimum(number, (1 << BITS) - 1)
-        tl.store(prefixes + spans + span, (prefix << BITS) | number)
-        tl.store(quotas + spans + span, left - above)
+        known = before + span
+        low, bits, left = tl.load(known), tl.load(known + spans), tl.load(known + 2 * spans)
+        shift = tl.maximum(bits - LOG_BINS, 0)
+        if (shift > 0) | ((bits > 0) & (number == 0)):
+            chosen, above = bin_of(tl.load(counted + place + tl.arange(0, BINS)), left)
+            low += chosen << shift
+            left -= above
+        bits = shift
+    if bits > 0:
+        count_between(own, number * PART, count, parts * PART, low, bits, following + place)
+    if number == 0:
+        tl.store(after + span, low)
+        tl.store(after + spans + span, bits)
+        tl.store(after + 2 * spans + span, left)
+        if bits > LOG_BINS:
+            tl.store(spare + place + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
 
 
 @triton.jit
@@ -290,13 +424,6 @@ def places_from(first, count, start):
     """(places in a list, which of them there are) of some elements of each tile, from one on."""
     i = start + tl.arange(0, FEW)[None, :]
     return first[:, None] + i, i < count[:, None]
-
-
-@triton.jit
-def load_candidates(values, place, there):
-    """(values, their magnitudes, -1 where there is none)."""
-    value = tl.load(values + place, mask=there, other=0.0)
-    return value, tl.where(there, magnitude_bits(value), -1)
 
 
 @entry
