@@ -25,6 +25,41 @@ def kernels() -> str:
     )
 
 
+def gpu_kernels() -> str:
+    """The roofline of the kernels for GPUs."""
+    from benchmarks.micro.gpu_kernels import TARGETS
+
+    figures = load("gpu_kernels")
+    sizes = {f"{int(numel):,}": rows for numel, rows in figures["sizes"].items()}
+    largest, rows = list(sizes.items())[-1]
+    met = [name for name, most in TARGETS.items() if rows[name]["memcpys"] <= most]
+    heading = ["", *(f"{numel}: memcpys" for numel in sizes), "words moved per element"]
+    heading += [f"{largest}: share of a copy's bandwidth", "TB/s of gradient"]
+    lines = [
+        [
+            name,
+            *(f"{found[name]['memcpys']:.1f}" for found in sizes.values()),
+            *(f"{row[key]:.2f}" for key in ("words", "share", "gradient_tb_per_s")),
+        ]
+        for name, row in rows.items()
+    ]
+    return section(
+        "Kernels for GPUs",
+        f"One layer of float32 on an {figures['gpu']}; times are those of whole calls, the host's part "
+        "included. They are of the kernels of that day: what has changed since, and was not measured, "
+        f"says docs/gpu.md. {source('gpu_kernels', figures)}",
+        (
+            "Roofline",
+            "How near do the kernels come to what a GPU's memory moves?",
+            f"Of {len(TARGETS)} targets {len(met)} are met; a call moves "
+            f"{span((rows[name]['share'] for name in TARGETS), '.2f')} of what a copy of the gradient "
+            "moves in the same time.",
+            table(heading, lines),
+        ),
+        end=missed(figures),
+    )
+
+
 def _top_k(figures: dict[str, Any]) -> Part:
     small, large = figures["small_layers_us"], figures["large"]
     one = [

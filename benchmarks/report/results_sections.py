@@ -19,7 +19,7 @@ from benchmarks.report.results_forecasts import (
     prediction,
     whole_runs,
 )
-from benchmarks.report.results_kernels import kernels, wire
+from benchmarks.report.results_kernels import gpu_kernels, kernels, wire
 from benchmarks.report.results_long_runs import long_runs
 from benchmarks.report.results_markdown import (
     command,
@@ -842,6 +842,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "priority": priority,
     "kernels": kernels,
+    "gpu_kernels": gpu_kernels,
     "multi_level": multi_level,
     "wire": wire,
     "planner": planner,
