@@ -168,7 +168,7 @@ def test_a_buffer_without_room_for_a_header_is_refused() -> None:
     ("offset", "code", "value", "message"),
     [
         (0, "<H", 0x1234, f"magic number {0x1234} instead of {wire_frame.MAGIC}"),
-        (2, "<B", 9, "format version 9 instead of 4"),
+        (2, "<B", 9, "format version 9 instead of 5"),
         (3, "<B", 2, "flags 2 instead of 0"),
         (4, "<I", 2**32 - 1, "its body ends at byte"),
         (4, "<I", 2, "1 bytes follow the last frame"),
