@@ -160,14 +160,14 @@ def add_at_positions(position, end, out, n, count, scale, indices, values):
     bit, index, due = int64(0), int64(-1), int64(0)
     damage, done = int64(0), int64(0)
     for first in range(0, count, CODE_BLOCK):
-        damage, bit, index, due = next_block(position, end, n, indices, first, count, bit, index, due)
+        damage, bit, index, due = next_block(
+            position, end, n, indices, first, count, bit, index, due, out
+        )
         if damage:
             break
-        for i in range(first, min(first + CODE_BLOCK, count)):
-            prefetch(out + 4 * int64(indices[i]))
-            if i >= CODE_BLOCK:
-                _exchange(out, done, scale, indices, values)
-                done += 1
+        while done < first:
+            _exchange(out, done, scale, indices, values)
+            done += 1
     where = position + (bit >> 3)
     if damage == 0:
         damage, where = check_positions_end(position, end, bit)

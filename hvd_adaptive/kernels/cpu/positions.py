@@ -12,6 +12,7 @@ from hvd_adaptive.kernels.cpu.enums import INDEX, LENGTH, PADDING, PARAMETER, RU
 from hvd_adaptive.kernels.cpu.intrinsics import (
     load_u32,
     load_u64,
+    prefetch,
     store_u32,
     store_u64,
     trailing_zeros,
@@ -164,7 +165,7 @@ def check_group(position, count, i, bit, due):
 
 
 @kernel
-def next_block(position, end, n, indices, first, count, bit, index, due):
+def next_block(position, end, n, indices, first, count, bit, index, due, out):
     """Decode the block of indices that begins with number ``first``: (damage, bit, index, ``due``).
 
     Args:
@@ -177,6 +178,7 @@ def next_block(position, end, n, indices, first, count, bit, index, due):
         bit: at which the block begins, and then the next one; a damaged block's own.
         index: the last one of the block before, -1 at first, and then of this.
         due: see :func:`check_group`.
+        out: address of an output whose elements at the indices are fetched; 0 if there is none.
     """
     damage, due = check_group(position, count, first, bit, due)
     if damage:
@@ -190,9 +192,11 @@ def next_block(position, end, n, indices, first, count, bit, index, due):
     fine, after, last = found == size, lows, index
     if fine and head >= HEAD_TEUHOLA:
         most = _most_zeros(n, head)
-        fine, after, last = _grown_indices(position, end, r, most, lows, indices, first, size, index)
+        fine, after, last = _grown_indices(
+            position, end, r, most, lows, indices, first, size, index, out
+        )
     elif fine and lows - ones - size <= n >> r:  # all zeros together
-        after, last = _even_indices(position, end, r, lows, indices, first, size, index)
+        after, last = _even_indices(position, end, r, lows, indices, first, size, index, out)
     else:
         fine = False
     if not fine or last >= n:
@@ -232,7 +236,7 @@ def _bits_at(position, bit, end, inside):
 
 
 @kernel
-def _even_indices(position, end, r, bit, indices, first, size, index):
+def _even_indices(position, end, r, bit, indices, first, size, index, out):
     """Indices from zeros and the low bits of Rice's code: (bit after these, last index)."""
     mask = (uint64(1) << uint64(r)) - uint64(1)
     last, inside = index, bit + size * r <= 8 * (end - position - 8)
@@ -241,11 +245,13 @@ def _even_indices(position, end, r, bit, indices, first, size, index):
         bit += r
         last = index + (int64(indices[i]) << r)
         indices[i] = int32(last)
+        if out:
+            prefetch(out + 4 * last)
     return bit, last
 
 
 @kernel
-def _grown_indices(position, end, r, most, bit, indices, first, size, index):
+def _grown_indices(position, end, r, most, bit, indices, first, size, index, out):
     """The same of Teuhola's code: (whether no gap has more than so many zeros, bit, last index)."""
     before, fine = int64(0), True
     inside = bit + size * (r + most) <= 8 * (end - position - 8)
@@ -259,6 +265,8 @@ def _grown_indices(position, end, r, most, bit, indices, first, size, index):
         index += 1 + low + power - (int64(1) << r)
         bit += width
         indices[i] = int32(index)
+        if out:
+            prefetch(out + 4 * index)
     return fine, bit, index
 
 
@@ -307,7 +315,9 @@ def get_positions(position, end, n, indices, count):
     """
     bit, index, due = int64(0), int64(-1), int64(0)
     for first in range(0, count, CODE_BLOCK):
-        damage, bit, index, due = next_block(position, end, n, indices, first, count, bit, index, due)
+        damage, bit, index, due = next_block(
+            position, end, n, indices, first, count, bit, index, due, int64(0)
+        )
         if damage:
             return damage, position + (bit >> 3)
     return check_positions_end(position, end, bit)
