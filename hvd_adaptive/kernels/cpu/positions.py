@@ -189,16 +189,16 @@ def next_block(position, end, n, indices, first, count, bit, index, due, out):
         return PARAMETER, bit, index, due
     size, ones = min(CODE_BLOCK, count - first), bit + HEAD_BITS
     found, lows = _find_ones(position, end, ones, indices, first, size)
-    fine, after, last = found == size, lows, index
-    if fine and head >= HEAD_TEUHOLA:
-        most = _most_zeros(n, head)
+    grows, most = head >= HEAD_TEUHOLA, _most_zeros(n, head)
+    # with more zeros than that in all codes together, one gap is too long; and int32 holds no more
+    fine = found == size and lows - ones - size <= (size * most if grows else most)
+    after, last = lows, index
+    if fine and grows:
         fine, after, last = _grown_indices(
             position, end, r, most, lows, indices, first, size, index, out
         )
-    elif fine and lows - ones - size <= n >> r:  # all zeros together
+    elif fine:
         after, last = _even_indices(position, end, r, lows, indices, first, size, index, out)
-    else:
-        fine = False
     if not fine or last >= n:
         return _name_damage(position, end, n, head, ones, size), bit, index, due
     return 0, after, last, due
