@@ -273,13 +273,15 @@ def test_layers_of_mixed_sizes_in_one_call_equal_one_call_each(
 
 
 @MODULES
-def test_a_bucket_without_layers_is_an_empty_body(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_bucket_without_layers_is_empty(kernels: ModuleType, whole: bool) -> None:
     body, stats = kernels.compress_(
-        torch.zeros(0), np.array([0]), np.zeros(0, np.int64), ValueFormat.fp32, []
+        *(torch.zeros(0), np.array([0]), np.zeros(int(whole), np.int64), ValueFormat.fp32, []),
+        whole=whole,
     )
-    assert body.numel() == 0
+    assert body.tolist() == [0] * whole  # the count of the one vector that all layers are
     assert stats.shape == (0, 4)
-    assert kernels.decompress_add_(body, [], 1.0).shape == (0,)
+    assert kernels.decompress_add_(body, [], 1.0, ValueFormat.fp32, whole).shape == (0,)
 
 
 @MODULES

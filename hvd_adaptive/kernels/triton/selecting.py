@@ -250,7 +250,7 @@ class Selection:
         )
         later = torch.empty((2, *rows), dtype=torch.int32, device=device)  # cleared where they are used
         histograms = first, *later
-        wrong = self.nonfinite.amax(0, keepdim=True) if segments.whole else self.nonfinite
+        wrong = self.nonfinite.any(0, keepdim=True).long() if segments.whole else self.nonfinite
         self.wrong = wrong
         """``int64[spans]``: 1 where nothing is sent because a sum is not finite."""
         floor_bits = torch.empty(spans, dtype=torch.int32, device=device)

@@ -342,19 +342,22 @@ def place_and_check(bodies, numels, places, slots, indices, totals, spans, room,
     if span >= 0:
         count = tl.load(row + 2)
         last = sum_of_totals(totals + slot - group, group) - 1
-        outside = last + tl.load(totals + slot) >= tl.load(numels + span)
+        total = tl.load(totals + slot)
+        outside = last + total >= tl.load(numels + span)
         tl.store(row + 5, 1, mask=outside)
         data = tl.load(bodies + BODY_FIELDS * number).to(tl.pointer_type(tl.uint8))
         start, code, base = tl.load(row + 1), tl.load(row + 3), tl.load(row + 6)
         first, worst = group * GROUP, (span * 0).to(tl.int32)
-        for part in range(0, tl.minimum(count - first, GROUP), SIZE):
+        # of a damaged group, whose sum is 0, not all lengths were written
+        size = tl.where(outside | (total == 0), 0, tl.minimum(count - first, GROUP))
+        for part in range(0, size, SIZE):
             i = first + part + tl.arange(0, SIZE)
             mask = i < count
             index = last.to(tl.int32) + tl.load(indices + base + i, mask=mask, other=0)
             tl.store(indices + base + i, index, mask=mask)
             value = load_values(data, start, code, i, mask)
-            size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            worst = tl.maximum(worst, tl.max(tl.where(mask, size, 0), 0))
+            magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            worst = tl.maximum(worst, tl.max(tl.where(mask, magnitude, 0), 0))
         tl.store(row + 5, 1, mask=worst >= 0x7F800000)
         if (code == SIGN) & (group == 0):
             # both means, also if one of them is that of no value, and what is left of the last byte
