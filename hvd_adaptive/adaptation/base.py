@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from hvd_adaptive.adaptation.messages import Votes
+from hvd_adaptive.adaptation.outlook import Outlook
 from hvd_adaptive.adaptation.preconditioning import SecondMoment
 from hvd_adaptive.adaptation.timing import CollectiveTiming
 from hvd_adaptive.arrays import Float64s
-from hvd_adaptive.collectives.measured_costs import MeasuredCosts
 from hvd_adaptive.compressors.base import Compressor, Level
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Recipe
 from hvd_adaptive.planning.plan import Expected
 
-if TYPE_CHECKING:
-    from hvd_adaptive.adaptation.outlook import Outlook
-
 Chain: TypeAlias = tuple[Compressor, list[tuple[Level, ...]]]
 """What layers are compressed to, one after the other: by a compressor, to a level for each of them."""
-
-MeasureCosts: TypeAlias = Callable[[Sequence[Compressor], bool], MeasuredCosts]
-"""Measures what compressors and the network cost, the network again if told so; all ranks call it, and
-get the same."""
 Assignment: TypeAlias = tuple[Compressor | None, Level]
 """What a plan gives to one layer; without a compressor it is sent dense."""
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hvd_adaptive.adaptation.base import Assignment, Chain, MeasureCosts
+from hvd_adaptive.adaptation.base import Assignment, Chain
 from hvd_adaptive.adaptation.forecast import Forecast
 from hvd_adaptive.adaptation.messages import (
     DecisionMessage,
@@ -32,7 +32,7 @@ from hvd_adaptive.adaptation.messages import (
     Votes,
     from_json,
 )
-from hvd_adaptive.adaptation.outlook import Outlook
+from hvd_adaptive.adaptation.outlook import MeasureCosts, Outlook
 from hvd_adaptive.adaptation.preconditioning import SecondMoment
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
 from hvd_adaptive.adaptation.step_report import StepReport

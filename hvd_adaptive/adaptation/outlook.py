@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
-from hvd_adaptive.adaptation.base import MeasureCosts
 from hvd_adaptive.adaptation.step_trace import StepTrace
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts
 from hvd_adaptive.compressors.base import Compressor
 from hvd_adaptive.planning import Planner, Recipe, format_recipe
 from hvd_adaptive.planning.budgets.auto import AutoBudget
 from hvd_adaptive.planning.step_time import StepCosts
+
+MeasureCosts: TypeAlias = Callable[[Sequence[Compressor], bool], MeasuredCosts]
+"""Measures what compressors and the network cost, the network again if told so; all ranks call it, and
+get the same."""
 
 
 class Outlook:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from hvd_adaptive.deprecation import renamed
 from hvd_adaptive.planning import recipes
 from hvd_adaptive.planning.measurements import Measurement as Measurement
+from hvd_adaptive.planning.measurements import PlanningInput as PlanningInput
 from hvd_adaptive.planning.measurements import StepMeasurements as StepMeasurements
 from hvd_adaptive.planning.measurements import Transfer as Transfer
 from hvd_adaptive.planning.plan import LayerPlan as LayerPlan
 from hvd_adaptive.planning.plan import Plan as Plan
 from hvd_adaptive.planning.planner import Decision as Decision
 from hvd_adaptive.planning.planner import Planner as Planner
-from hvd_adaptive.planning.planner import PlanningInput as PlanningInput
 from hvd_adaptive.planning.recipes import *  # noqa: F403 - the recipes that its registry has
 from hvd_adaptive.planning.table import DENSE as DENSE
 from hvd_adaptive.planning.table import CandidateTable as CandidateTable

@@ -1,4 +1,4 @@
-"""What planners observe of every step, and what must be measured for that."""
+"""What planners observe of every step, what they know when they plan, and what is measured for that."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hvd_adaptive.arrays import Float64s
+from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.planning.gradient_signals import GradientSignals
+from hvd_adaptive.planning.step_time import StepCosts
+from hvd_adaptive.planning.table import CandidateTable
 
-__all__ = ["CheckedOptions", "Measurement", "StepMeasurements", "Transfer"]
+__all__ = ["CheckedOptions", "Measurement", "PlanningInput", "StepMeasurements", "Transfer"]
 
 
 class CheckedOptions:
@@ -111,3 +114,32 @@ class StepMeasurements:
     horizon: int | None = None
     deciding_seconds: float = 0.0
     pricing_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanningInput:
+    """What is known when a plan is made.
+
+    Args:
+        step: after which it is made.
+        table: candidates of the layers, with squared errors; these only where ``Measurement.ERRORS`` is
+            needed.
+        buckets: ``int64[L]``: bucket of each layer, in the order in which buckets are sent.
+        other_bytes: that layers which are not in the table send, whatever is decided.
+        own: tables of all ranks, whose mean is ``table``; only for ``PER_RANK_ERRORS``.
+        signals: norms of gradients and residuals, and the candidates' payloads; only for ``SIGNALS``.
+        costs: seconds of compressors and network; only for ``SIGNALS``.
+        preconditioned: the table with errors and energies of preconditioned gradients, where the metric
+            asks for them and the optimizer has second moments of all layers.
+        period: steps from one regular plan to the next; 0 where there are none.
+    """
+
+    step: int
+    table: CandidateTable
+    buckets: Int64s | None = None
+    other_bytes: float = 0.0
+    own: tuple[CandidateTable, ...] = ()
+    signals: GradientSignals | None = None
+    costs: StepCosts | None = None
+    preconditioned: CandidateTable | None = None
+    period: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from hvd_adaptive.planning.gradient_signals import (
     withheld_steps,
 )
 from hvd_adaptive.planning.least_time import Contender, TimeLimits
-from hvd_adaptive.planning.measurements import Measurement, StepMeasurements
+from hvd_adaptive.planning.measurements import Measurement, PlanningInput, StepMeasurements
 from hvd_adaptive.planning.step_time import (
     StepCosts,
     StepModel,
@@ -38,9 +38,6 @@ from hvd_adaptive.planning.step_time import (
     spread,
 )
 from hvd_adaptive.planning.table import CandidateTable, Limits
-
-if TYPE_CHECKING:
-    from hvd_adaptive.planning.planner import PlanningInput
 
 __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_adaptive.arrays import Float64s, Int64s
-from hvd_adaptive.planning.measurements import CheckedOptions, Measurement, StepMeasurements
+from hvd_adaptive.planning.measurements import (
+    CheckedOptions,
+    Measurement,
+    PlanningInput,
+    StepMeasurements,
+)
 from hvd_adaptive.planning.table import CandidateTable, Limits, Prices
-
-if TYPE_CHECKING:
-    from hvd_adaptive.planning.planner import PlanningInput
 
 __all__ = ["Budget", "BudgetOptions"]
 
