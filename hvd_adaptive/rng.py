@@ -7,6 +7,7 @@ draws what the interrupted one would have drawn, and nothing has to be saved but
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,7 +84,8 @@ def dithers(keys: npt.NDArray[np.uint64], rank: int, ranks: int) -> npt.NDArray[
     Optimization" (ICML 2022), with one number for all ranks in the place of one per rank, and with
     Hammersley and Morton's antithetic variates (1956) in pairs.
 
-    Cost: a hash for each layer and rank: 0.1 ms for 50 layers and 64 ranks.
+    Cost: a product for each layer and rank: 0.05 ms for 50 layers and 64 ranks, and a ms or less for
+    160 layers and 1,024 ranks.
 
     Args:
         keys: ``uint64[L]``, of the layers' shared random numbers.
@@ -98,10 +100,16 @@ def dithers(keys: npt.NDArray[np.uint64], rank: int, ranks: int) -> npt.NDArray[
         >>> [hex(int(dithers(np.array([5], np.uint64), rank, 2)[0])) for rank in range(2)]
         ['0xffffffff00000000', '0x0']
     """
-    tickets = _mix_all(keys[:, None] ^ _mix_all(np.arange(1, ranks + 1, dtype=np.uint64)))
-    places = (tickets < tickets[:, rank, None]).sum(1)  # all tickets differ, but once in 2^64 draws
+    tickets = (_mix_all(keys) | np.uint64(1))[:, None] * _factors(ranks)  # odd: so all differ
+    places = np.count_nonzero(tickets < tickets[:, rank, None], axis=1)
     words = [_dither(place, ranks) for place in places.tolist()]
     return np.array(words, dtype=np.uint64)
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(ranks: int) -> npt.NDArray[np.uint64]:
+    """A random number for each rank, all different."""
+    return _mix_all(np.arange(1, ranks + 1, dtype=np.uint64))
 
 
 def _dither(place: int, ranks: int) -> int:

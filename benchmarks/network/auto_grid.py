@@ -50,10 +50,11 @@ NETWORKS = {
 """Seconds of a message, and bits per second."""
 CORES = (1, 4)
 RANKS = (4, 16, 64, 256, 1024)
-TOPK = "topk:values=int8"
+TOPK, QUANTIZER = "topk:values=int8", "qsgdinf:correlated=true"
+"""The families of ``auto``."""
 CODECS: dict[str, CodecCosts | SummandCosts] = {
     TOPK: CodecCosts(5.7e-10, 2.0e-10, 1.2e-9),
-    "qsgdinf": CodecCosts(2.5e-9, 1.4e-10, 6.7e-10),
+    QUANTIZER: CodecCosts(2.5e-9, 1.4e-10, 6.7e-10),
     "fp16": SummandCosts("fp16", 6.4e-9, 7e-11, "float16", dense=True),
     "none": SummandCosts("none", 0.0, 0.0, "float32", dense=True),
 }

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.harness import command_line, lab, turns
 from benchmarks.harness.turns import CORES
+from benchmarks.network.auto_grid import QUANTIZER, TOPK
 from hvd_adaptive.adaptation.prediction import Predictor
 from hvd_adaptive.adaptation.step_trace import StepTrace
 
@@ -42,12 +43,13 @@ CASES = {
 }
 METHODS = {
     "fp16 allgather": ("fp16", 0.0, None),
-    "qsgdinf:bits=4 allgather": ("qsgdinf", 4.0, "allgather"),
-    "qsgdinf:bits=4 two_shot": ("qsgdinf", 4.0, "two_shot"),
-    "topk:density=0.01,values=int8 allgather": ("topk:values=int8", 0.01, "allgather"),
-    "topk:density=0.01,values=int8 two_shot": ("topk:values=int8", 0.01, "two_shot"),
+    "qsgdinf:bits=4 allgather": (QUANTIZER, 4.0, "allgather"),
+    "qsgdinf:bits=4 two_shot": (QUANTIZER, 4.0, "two_shot"),
+    "topk:density=0.01,values=int8 allgather": (TOPK, 0.01, "allgather"),
+    "topk:density=0.01,values=int8 two_shot": (TOPK, 0.01, "two_shot"),
 }
-"""By what a worker is told: compressor, level and scheme of the prediction."""
+"""By what a worker is told: compressor, level and scheme of the prediction. What was traced is the
+families of ``auto``, whose quantizer takes as long as that of a worker."""
 BLOCKS, STEPS = 3, 12
 NEAR, SHARE = 0.10, 0.9
 """Targets: so near must so many predictions of what was not seen be."""

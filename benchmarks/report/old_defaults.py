@@ -75,6 +75,11 @@ CHANGES = (
     Change(
         "2026-11-27", ("auto",), "limits are tighter: these were those of `accuracy=fast`", "accuracy"
     ),
+    Change(
+        "2026-11-28",
+        ("auto",),
+        "quantizers are `correlated=true`, which takes as long and adds half of the noise",
+    ),
 )
 
 

@@ -37,7 +37,7 @@ def trace_of(mbit: float = 200.0, recipe: str = "auto", seconds: Any = None, **w
         "fp16": SummandCosts("fp16", 0.0, 0.0, "float16", dense=True),
         "none": SummandCosts("none", 0.0, 0.0, "float32", dense=True),
         made.topk: CodecCosts(1e-9, 2e-10, 2e-9),
-        "qsgdinf": CodecCosts(2e-9, 2e-10, 1e-9),
+        made.quantizer: CodecCosts(2e-9, 2e-10, 1e-9),
     }
     link = LinkCosts(CYCLE, CYCLE, byte, byte)
     measured = MeasuredCosts(RANKS, link, sums, codecs, ("auto",), CAP)

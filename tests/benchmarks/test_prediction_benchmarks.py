@@ -20,7 +20,11 @@ from tests.adaptation.test_prediction import trace_of  # noqa: E402
 
 @pytest.mark.parametrize("network", ["100 Mbit/s", "100 Gbit/s"])
 def test_auto_is_no_slower_than_dense_where_its_costs_are_right(network: str) -> None:
-    found = auto_grid.judge(trace_of(topk=auto_grid.TOPK), 0.05, auto_grid.Cluster(network, 1, 64))
+    found = auto_grid.judge(
+        trace_of(topk=auto_grid.TOPK, quantizer=auto_grid.QUANTIZER),
+        0.05,
+        auto_grid.Cluster(network, 1, 64),
+    )
     assert found["of dense"] <= 1.0 + auto_grid.SLOWER
     assert found["compresses"] == (network == "100 Mbit/s")
     assert found["of static"] < 1.1
@@ -32,13 +36,13 @@ def test_a_cluster_has_the_costs_that_are_stated() -> None:
     measured = cluster.measured().at(16)
     assert measured.link.allgather == pytest.approx(1e-3 + 4 * 1e-4)
     assert measured.link.allgather_byte == pytest.approx(seconds_of_byte(1e9))
-    assert measured.codecs["qsgdinf"].compress == pytest.approx(
-        auto_grid.CODECS["qsgdinf"].compress / 4
+    assert measured.codecs[auto_grid.QUANTIZER].compress == pytest.approx(
+        auto_grid.CODECS[auto_grid.QUANTIZER].compress / 4
     )
     off = cluster.measured(2.0, 0.5)
     assert off.sums["float16"].link_byte == pytest.approx(2 * seconds_of_byte(1e9))
-    assert off.codecs["qsgdinf"].compress == pytest.approx(
-        0.5 * auto_grid.CODECS["qsgdinf"].compress / 4
+    assert off.codecs[auto_grid.QUANTIZER].compress == pytest.approx(
+        0.5 * auto_grid.CODECS[auto_grid.QUANTIZER].compress / 4
     )
 
 
@@ -80,7 +84,7 @@ def test_ranks_that_share_cores_compute_longer_and_wait_as_long() -> None:
 
 
 def test_each_method_is_predicted_for_each_case() -> None:
-    seen = trace_of(topk=auto_grid.TOPK)
+    seen = trace_of(topk=auto_grid.TOPK, quantizer=auto_grid.QUANTIZER)
     trace = replace(seen, measured=replace(seen.measured, ranks=2), hosts=2)
     for case in prediction.CASES:
         found = prediction.predicted(trace, case)

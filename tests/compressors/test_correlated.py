@@ -220,7 +220,7 @@ def test_opposite_values_that_are_rarely_rounded_cancel() -> None:
     member = quantizer("qsgd:bits=2")
     x = normal(4, 2048)
     xs = [x * (1 - 2 * (rank % 2)) for rank in range(8)]
-    shared, plain = (error_of_mean(member, xs, correlated, steps=300) for correlated in (True, False))
+    shared, plain = (error_of_mean(member, xs, correlated, steps=600) for correlated in (True, False))
     # 4 of the 7 possible partners are of the other sign, and then nothing is left of both
     assert shared / plain == pytest.approx(3 / 7, rel=0.1)
 

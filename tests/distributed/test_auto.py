@@ -103,7 +103,7 @@ def test_costs_are_measured_and_are_the_same_on_all_ranks() -> None:
     assert (outlook.deciding_share > 0) == (hvd.rank() == 0)
     costs = outlook.costs
     assert not costs.assumed
-    assert set(costs.compressors) == {"topk:values=int8", "qsgdinf", "fp16", "none"}
+    assert set(costs.compressors) == {"topk:values=int8", "qsgdinf:correlated=true", "fp16", "none"}
     lines = [line for row in costs.compressors.values() for line in row.schemes]
     assert all(line.latency > 0 and line.byte > 0 for line in lines)
     assert len({str(each) for each in everyone(costs.to_dict())}) == 1

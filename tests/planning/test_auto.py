@@ -47,6 +47,7 @@ class World:
     numel: int = 500_000
     levels_of_topk: int = 30
     topk: str = "topk"
+    quantizer: str = "qsgdinf"
     slowness: float = 1.0
     """By how much compressed steps take longer than any model foresees."""
     blur: float = 0.0
@@ -80,7 +81,7 @@ class World:
         self.step = 0
         self.since = 0
         self.densities = np.concatenate([[1.0, 1.0], densities, np.ones(len(BITS))])
-        self.specs = ("fp16", "none", *[self.topk] * len(densities), *["qsgdinf"] * len(BITS))
+        self.specs = ("fp16", "none", *[self.topk] * len(densities), *[self.quantizer] * len(BITS))
         sizes = np.concatenate([[2.0, 4.0], 3.2 * densities, BITS / 8]) * self.numel
         self.sizes = (sizes,) * self.layers
         self.energy = 1.0 + self.noisy
