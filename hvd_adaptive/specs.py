@@ -55,11 +55,16 @@ def read(kind: str, registry: Mapping[str, type[T]], text: object) -> T:
 def write(name: str, member: Any, defaults: bool = True) -> str:
     """The text that :func:`read` makes an equal member of, with or without options at their default."""
     options = [
-        f"{option}={getattr(member, field.name)}"
+        f"{option}={_text(getattr(member, field.name))}"
         for option, field in _fields(member).items()
         if (defaults and option == field.name) or getattr(member, field.name) != field.default
     ]
     return ":".join([name, ",".join(options)]) if options else name
+
+
+def _text(value: Any) -> str:
+    """A value as users write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _fields(member: Any) -> dict[str, dataclasses.Field[Any]]:

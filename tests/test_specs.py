@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hvd_adaptive import compressors, feedback, planning
+from hvd_adaptive.adaptation.candidates import short_spec
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "compressor": compressors.parse,
@@ -90,6 +91,12 @@ def test_blanks_and_zeros_are_taken() -> None:
     assert compressors.parse(" topk : density = 0.05 , values=fp16 ") == compressors.TopK(0.05, "fp16")
     assert compressors.parse("terngrad:clip=0") == compressors.TernGrad()
     assert planning.parse("lgreco:period=0").period == 0
+
+
+def test_what_is_written_is_what_users_write() -> None:
+    quantizer = compressors.parse("qsgdinf:bits=4,correlated=true")
+    assert short_spec(quantizer) == "qsgdinf:correlated=true"
+    assert compressors.parse(compressors.format_spec(quantizer)) == quantizer
 
 
 @pytest.mark.parametrize(
