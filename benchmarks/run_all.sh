@@ -17,7 +17,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../launch/lib/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib/common.sh"
 
-names=(kernels wire overhead priority schemes automatic planner planning_cost accuracy allocation sensitivity aggregate_error many_ranks long_runs three_bits
+names=(kernels wire overhead priority schemes automatic planner planning_cost accuracy allocation sensitivity aggregate_error many_ranks calibration long_runs three_bits
     static_factors kimad_tables multi_level gravac_search auto_grid prediction bucket_costs bucket_times training whole_runs bandwidth_trace adaptive scaling soak)
 needs_netlab=" priority schemes automatic prediction bucket_costs bucket_times training whole_runs bandwidth_trace adaptive scaling soak "
 

@@ -178,8 +178,12 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
 def train(title: str, steps: int | None = None) -> dict[str, Any]:
     """One run: its score, its losses, and the bytes that a rank sends, as they change."""
-    name, method_name, seed = CASES[title]
-    setup, method = SETUPS[name], method_of(method_name)
+    name, method, seed = CASES[title]
+    return trained(SETUPS[name], method_of(method), seed, steps)
+
+
+def trained(setup: Setup, method: Method, seed: int, steps: int | None = None) -> dict[str, Any]:
+    """A model trained by a method, all of its steps or so many."""
     count = steps or setup.steps
     words = ["--virtual-ranks", str(setup.ranks), "--seed", str(seed)]
     words += ["--rate-floor", str(RATE_FLOOR), "--mbit", "100", *setup.options, *method.options]

@@ -218,3 +218,33 @@ def static_factors() -> str:
         ),
         end=missed(figures),
     )
+
+
+def calibration() -> str:
+    """Levels that keep the accuracy of dense training, for comparisons to begin with."""
+    from benchmarks.accuracy.calibration import FAMILIES, MODELS, SEED, open_levels, rows, strongest
+
+    figures = load("calibration")
+    cases = figures["cases"]
+    said = []
+    for model in MODELS:
+        known = {each: strongest(cases, model, each) for each in FAMILIES}
+        none = [each for each in FAMILIES if open_levels(cases, model, each)[0] == len(FAMILIES[each])]
+        levels = [
+            *(f"`{level}`" for level in known.values() if level),
+            *(f"no `{each}`" for each in none),
+        ]
+        if levels:
+            said.append(f"{model} {', '.join(levels)}")
+    return section(
+        "Levels that keep accuracy",
+        "Models, lengths and ranks of the long runs, each level for all layers, trained with a seed "
+        f"({SEED}) that is in no other table. {source('calibration', figures)}",
+        (
+            "Strongest levels within 1 % of dense training",
+            "Which is the strongest level of each family that keeps the accuracy of dense training?",
+            f"{'; '.join(said) or 'None is known yet'}.",
+            of_rows(rows(cases)),
+        ),
+        end=missed(figures),
+    )

@@ -33,6 +33,7 @@ from benchmarks.report.results_markdown import (
 )
 from benchmarks.report.results_planners import (
     bucket_times,
+    calibration,
     gravac_search,
     kimad_tables,
     multi_level,
@@ -837,6 +838,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "prediction": prediction,
     "many_ranks": many_ranks,
     "long_runs": long_runs,
+    "calibration": calibration,
     "three_bits": three_bits,
     "static_factors": static_factors,
     "overhead": overhead,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy import (
+    calibration,
     gravac_search,
     kimad_tables,
     long_runs,
@@ -208,6 +209,64 @@ def test_every_static_factor_is_one_that_train_py_knows(method: str) -> None:
     options = command_line.parse(["--preset", "mlp-fashion", *static_factors.METHODS[method]])
     assert parse(options.compression)
     assert (options.planner is not None) == (method in static_factors.ADAPTIVE)
+
+
+# -------------------------------------------------------------------------------------- calibration
+
+
+def calibrated(**accuracy: float) -> dict[str, Any]:
+    """Runs of the MLP, 90 % by dense training, each with the accuracy of its level of top-k."""
+    found = {"mlp dense": finished(0.9, 100.0)}
+    for number, score in accuracy.items():
+        level = calibration.FAMILIES["topk"][int(number.removeprefix("level"))]
+        found[f"mlp {level}"] = finished(score, 10.0)
+    return found
+
+
+def finished(accuracy: float, nbytes: float) -> dict[str, Any]:
+    return {"score": {"accuracy": accuracy}, "bytes": [[0, nbytes]], "steps": 100, "losses": []}
+
+
+@pytest.mark.parametrize(
+    ("trained", "open_ones"),
+    [
+        ({}, (0, 5)),
+        ({"level2": 0.899}, (0, 2)),
+        ({"level2": 0.80}, (3, 5)),
+        ({"level2": 0.899, "level1": 0.80}, (2, 2)),
+        ({"level2": 0.80, "level4": 0.899, "level3": 0.80}, (4, 4)),
+        ({"level2": 0.80, "level4": 0.80}, (5, 5)),
+        ({"level1": 0.899, "level2": 0.80}, (3, 5)),  # luck: more bytes have lost more
+    ],
+)
+def test_levels_are_tried_by_halves(trained: dict[str, float], open_ones: tuple[int, int]) -> None:
+    cases = calibrated(**trained)
+    assert calibration.open_levels(cases, "mlp", "topk") == open_ones
+    first, last = open_ones
+    title = f"mlp {calibration.FAMILIES['topk'][(first + last) // 2]}" if first < last else None
+    assert [each for each in calibration.due(cases) if each.startswith("mlp topk")] == (
+        [title] if title else []
+    )
+
+
+def test_the_strongest_level_that_keeps_accuracy_is_marked() -> None:
+    cases = calibrated(level2=0.895, level1=0.80)
+    assert calibration.strongest(cases, "mlp", "topk") == "topk:density=0.1"
+    assert calibration.strongest(cases, "mlp", "qsgd") is None
+    _, dense, worse, best = calibration.rows(cases)
+    assert dense == ["mlp", "dense", "90.00%", "+0.00 pp", "1.0", ""]
+    assert worse == ["mlp", "topk:density=0.05", "80.00%", "+10.00 pp", "10.0", ""]
+    assert best == ["mlp", "topk:density=0.1", "89.50%", "+0.50 pp", "10.0", "yes"]
+    none = calibrated(level2=0.80, level4=0.80)
+    assert calibration.missed(none) == [
+        "mlp: no level of topk is within 1 % of dense training",
+        f"{3 * len(calibration.MODELS) - 1} of {3 * len(calibration.MODELS)} families are not through",
+    ]
+
+
+@pytest.mark.parametrize("level", [each for levels in calibration.FAMILIES.values() for each in levels])
+def test_every_level_is_one_that_there_is(level: str) -> None:
+    assert parse(level).name in calibration.FAMILIES
 
 
 # ----------------------------------------------------------------------------------- Kimad's tables
@@ -415,6 +474,11 @@ def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
             results_planners.static_factors,
             {"cases": FACTORED},
             "mlp: 4.00 times fewer bytes than `topk 10x`, +0.30 pp lost against dense training. 3 of",
+        ),
+        (
+            results_planners.calibration,
+            {"cases": calibrated(level2=0.895, level1=0.80)},
+            "dense training?* mlp `topk:density=0.1`.",
         ),
         (
             results_planners.kimad_tables,
