@@ -10,8 +10,9 @@ long where that product is 50 or more, as in the papers. Models train with the g
 ranks (virtual_training.py), one run on each core, from the same seeds and data by every method. A
 *reference* sends every layer at one level; a planner starts from it. Differences are of the same seeds,
 with the 95 % interval of Student's t. Levels were not tuned: they are the papers' or follow from the
-product above. Models and learning rates were chosen by dense training with seeds 11 and 12, which are
-in no table: so that a run takes minutes, and so that two seeds end within 1 % of each other.
+product above, and on the transformer they lose accuracy (calibration.py looks for those that do not).
+Models and learning rates were chosen by dense training with seeds 11 and 12, which are in no table: so
+that a run takes minutes, and so that two seeds end within 1 % of each other.
 """
 
 from __future__ import annotations

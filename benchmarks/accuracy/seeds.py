@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.report import report
+
 SEEDS = (1, 2, 3)
 DENSE = "dense"
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -34,6 +36,7 @@ def recorded(words: Sequence[str], steps: int) -> dict[str, Any]:
 
     run = virtual_training.apart([*words, "--steps", str(steps)])
     found = {
+        "date": report.machine()["date"],
         "score": run["score"],
         "losses": _means(run["losses"]),
         "bytes": changes(run["payload_bytes"]),

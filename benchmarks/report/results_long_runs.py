@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.report.old_defaults import Measured, note
 from benchmarks.report.results_markdown import load, missed, of_rows, section, source
 
 
@@ -174,6 +175,20 @@ def in_form(form: Form, cases: Mapping[str, Any]) -> tuple[str, str, str, str]:
     )
 
 
+UNDATED = "2026-11-28"
+"""Runs that hold no date were made on this day."""
+
+
+def of_auto(cases: Mapping[str, Any]) -> Iterator[Measured]:
+    """The runs whose planner is ``auto``, with the days on which they were made."""
+    from benchmarks.accuracy.long_runs import AUTO, CASES
+
+    for title, run in cases.items():
+        model, method, _ = CASES[title]
+        if method.partition(" ")[0] == AUTO:
+            yield f"{model} {method}", AUTO, {"date": run.get("date", UNDATED)}
+
+
 def long_runs() -> str:
     """Scores and bytes of runs that are long enough."""
     from benchmarks.accuracy.long_runs import ABLATION, AUTO, CASES, LIMITS, outcomes, rows
@@ -218,5 +233,5 @@ def long_runs() -> str:
             "over the whole run; no tokens a second, because these runs are not timed.",
             of_rows(table_4(figures["cases"])),
         ),
-        end=missed(figures),
+        end="\n\n".join(filter(None, (note(of_auto(figures["cases"])), missed(figures)))),
     )
