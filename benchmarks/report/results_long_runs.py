@@ -176,7 +176,7 @@ def in_form(form: Form, cases: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 UNDATED = "2026-11-28"
-"""Runs that hold no date were made on this day."""
+"""Runs that hold no date were made on this day, or a day before it."""
 
 
 def of_auto(cases: Mapping[str, Any]) -> Iterator[Measured]:

@@ -241,8 +241,8 @@ def calibration() -> str:
         "Models, lengths and ranks of the long runs, each level for all layers, trained with a seed "
         f"({SEED}) that is in no other table. {source('calibration', figures)}",
         (
-            "Strongest levels within 1 % of dense training",
-            "Which is the strongest level of each family that keeps the accuracy of dense training?",
+            "Strongest levels that lose nothing",
+            "Which is the strongest level of each family that is within 1 % of dense training?",
             f"{'; '.join(said) or 'None is known yet'}.",
             of_rows(rows(cases)),
         ),
