@@ -18,11 +18,12 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.long_runs import ACCURACY, PERPLEXITY, SETUPS, Method, trained
-from benchmarks.accuracy.seeds import DENSE, all_bytes, lost
+from benchmarks.accuracy.long_runs import ACCURACY, METHODS, PERPLEXITY, SETUPS, trained
+from benchmarks.accuracy.seeds import DENSE, all_bytes, lost, signed
 from benchmarks.harness import command_line
 
 SEED = 11
@@ -32,8 +33,6 @@ FAMILIES = {
     "powersgd": tuple(f"powersgd:rank={rank}" for rank in (2, 4, 8, 16, 32)),
 }
 """Levels, the strongest first."""
-WITHHOLD = ("topk", "powersgd")
-"""Families that need a dense start."""
 MODELS = tuple(name for name, setup in SETUPS.items() if not setup.ends)
 CASES = {
     f"{model} {level}": (model, level)
@@ -53,8 +52,9 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 def train(title: str, steps: int | None = None) -> dict[str, Any]:
     """One run: its score, its losses, and the bytes that a rank sends, as they change."""
     model, level = CASES[title]
-    spec = "none" if level == DENSE else level
-    method = Method(("--compression", spec), withholds=level.partition(":")[0] in WITHHOLD)
+    method = METHODS[level.partition(":")[0]]
+    if level != DENSE:
+        method = replace(method, options=("--compression", level))
     return trained(SETUPS[model], method, SEED, steps)
 
 
@@ -118,8 +118,8 @@ def _score(run: Mapping[str, Any]) -> str:
 
 def _against(run: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[str, str]:
     """What a run loses against the dense one, and how many times fewer bytes it sends."""
-    unit = "%" if "perplexity" in run["score"] else "pp"
-    return f"{100 * lost(run, dense):+.2f} {unit}", f"{all_bytes(dense) / all_bytes(run):.1f}"
+    lost_text = signed(lost(run, dense), "perplexity" in run["score"])
+    return lost_text, f"{all_bytes(dense) / all_bytes(run):.1f}"
 
 
 def missed(cases: Mapping[str, Any]) -> list[str]:

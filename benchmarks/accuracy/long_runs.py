@@ -36,6 +36,7 @@ from benchmarks.accuracy.seeds import (
     lost,
     pairs_of,
     recorded,
+    signed,
 )
 from benchmarks.harness import command_line
 
@@ -277,13 +278,12 @@ def rows(cases: Mapping[str, Any], methods: Container[str] = METHODS) -> list[li
     for (setup, method), each in outcomes(cases).items():
         if method not in methods:
             continue
-        unit = "%" if each.perplexity else "pp"
         score = f"{each.score:.2f}" if each.perplexity else f"{100 * each.score:.2f} %"
         spread = "-" if each.interval is None else f"± {100 * each.interval:.2f}"
         reference = method_of(method).reference
         fewer = "-" if each.fewer is None else f"{each.fewer:.2f} ({reference})"
         later = "-" if each.later is None else f"{each.later:.2f}"
-        mean = f"{100 * statistics.mean(each.lost):+.2f} {unit}"
+        mean = signed(statistics.mean(each.lost), each.perplexity)
         ratio = f"{each.ratio:.1f}"
         table.append([setup, method, len(each.lost), score, mean, spread, ratio, fewer, later])
     return table

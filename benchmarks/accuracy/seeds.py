@@ -77,6 +77,16 @@ def lost(case: Mapping[str, Any], dense: Mapping[str, Any]) -> float:
     return float(dense["score"]["accuracy"] - case["score"]["accuracy"])
 
 
+def signed(difference: float, perplexity: bool) -> str:
+    """What is lost, as tables show it: in percent of perplexity, or in points of accuracy.
+
+    Example:
+        >>> signed(0.012, perplexity=True), signed(-0.003, perplexity=False)
+        ('+1.20 %', '-0.30 pp')
+    """
+    return f"{100 * difference:+.2f} {'%' if perplexity else 'pp'}"
+
+
 def half_interval(differences: Sequence[float]) -> float | None:
     """Half of the 95 % interval of a mean difference; None of fewer than two.
 
@@ -131,8 +141,7 @@ def _row(
     mean = _badness(known[method])
     yield f"{mean:.2f}" if mean > 0 else f"{-100 * mean:.2f} %"
     differences = losses(cases, model, method)
-    unit = "%" if mean > 0 else "pp"
-    yield f"{100 * statistics.mean(differences):+.2f} {unit}" if differences else "-"
+    yield signed(statistics.mean(differences), mean > 0) if differences else "-"
     interval = half_interval(differences)
     yield "-" if interval is None else f"± {100 * interval:.2f}"
     if DENSE not in known:

@@ -24,12 +24,15 @@ import numpy as np
 
 from benchmarks.harness import command_line
 from benchmarks.report import report
+from hvd_adaptive.adaptation import automatic
+from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.adaptation.prediction import AutoForecast, Predictor
 from hvd_adaptive.adaptation.step_trace import StepTrace
 from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.collectives.costs import CodecCosts
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
 from hvd_adaptive.comm.link_costs import CYCLE, LinkCosts, seconds_of_byte
+from hvd_adaptive.compressors import parse
 from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.least_time import TimeLimits
 
@@ -50,8 +53,8 @@ NETWORKS = {
 """Seconds of a message, and bits per second."""
 CORES = (1, 4)
 RANKS = (4, 16, 64, 256, 1024)
-TOPK, QUANTIZER = "topk:values=int8", "qsgdinf:correlated=true"
-"""The families of ``auto``."""
+TOPK, QUANTIZER = (short_spec(parse(each)) for each in (automatic.OWN, *automatic.FAMILIES))
+"""What ``auto`` chooses from, besides dense, as traces name it."""
 CODECS: dict[str, CodecCosts | SummandCosts] = {
     TOPK: CodecCosts(5.7e-10, 2.0e-10, 1.2e-9),
     QUANTIZER: CodecCosts(2.5e-9, 1.4e-10, 6.7e-10),
