@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Generator
 
 import pytest
 
+from tests.harness.alone import ROOM, Room
 from tests.harness.eager import make_programs_light
 
 # A shell that starts the tests in its background makes them, and all that they start, deaf to Ctrl-C.
@@ -16,6 +18,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Programs that tests start are light; workers of xdist, which are programs too, are not."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         make_programs_light()
+    config.stash[ROOM] = Room.of(config)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Wait while another worker must be alone, before the test's own time limit begins."""
+    with item.config.stash[ROOM].shared():
+        return (yield)
 
 
 # Those that take longest: where files run side by side, none must be left for the end.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.alone import ROOM
 from tests.harness.rank_launcher import (
     DISTRIBUTED,
     MOST_SECONDS,
@@ -54,13 +55,15 @@ class Launches:
                 assert isinstance(function, Function)
                 self._selected.setdefault(size, []).append(function)
         self._factory = factory
+        self._room = session.config.stash[ROOM]
         self._verdicts: dict[int, dict[str, Verdict]] = {}
         warm_kernels()
 
     def verdict(self, size: int, function: Function) -> Verdict:
         if size not in self._verdicts:
             folder = self._factory.mktemp(f"ranks{size}")
-            self._verdicts[size], launches = run(size, self._selected[size], folder)
+            with self._room.alone():
+                self._verdicts[size], launches = run(size, self._selected[size], folder)
             seconds = ", ".join(f"{launch.seconds:.0f}" for launch in launches)
             found = self._verdicts[size]
             slowest = sorted(found, key=lambda each: -found[each].seconds)[:5]
