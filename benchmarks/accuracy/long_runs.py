@@ -21,7 +21,7 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from typing import Any
 from benchmarks.accuracy.seeds import (
     DENSE,
     SEEDS,
-    Pair,
     all_bytes,
     by_seed,
     half_interval,
@@ -37,6 +36,7 @@ from benchmarks.accuracy.seeds import (
     pairs_of,
     recorded,
     signed,
+    times_fewer,
 )
 from benchmarks.harness import command_line
 
@@ -245,19 +245,10 @@ def outcomes(cases: Mapping[str, Any]) -> dict[tuple[str, str], Outcome]:
                 perplexity,
                 tuple(lost(run, reference) for reference, run in pairs),
                 full / own,
-                _times_fewer(beside),
-                _times_fewer(beside, kind),
+                times_fewer(beside),
+                times_fewer(beside, dense_steps(kind, pairs[0][1]["steps"])),
             )
     return found
-
-
-def _times_fewer(pairs: Sequence[Pair], after_start_of: Method | None = None) -> float | None:
-    """The mean ratio of references' bytes to those of runs, or only after a method's dense start."""
-    ratios = []
-    for reference, run in pairs:
-        since = dense_steps(after_start_of, run["steps"]) if after_start_of else 0
-        ratios.append(all_bytes(reference, since) / all_bytes(run, since))
-    return statistics.mean(ratios) if ratios else None
 
 
 def method_of(name: str) -> Method:

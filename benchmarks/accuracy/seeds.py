@@ -109,6 +109,12 @@ def pairs_of(reference: Mapping[int, Any], runs: Mapping[int, Any]) -> list[Pair
     return [(reference[seed], runs[seed]) for seed in sorted(set(reference) & set(runs))]
 
 
+def times_fewer(pairs: Sequence[Pair], since: int = 0) -> float | None:
+    """The mean ratio of references' bytes to those of runs, from a step on; None without a pair."""
+    ratios = [all_bytes(reference, since) / all_bytes(run, since) for reference, run in pairs]
+    return statistics.mean(ratios) if ratios else None
+
+
 def losses(cases: Mapping[str, Any], model: str, method: str) -> list[float]:
     """What a method loses against dense training, of each seed that both have."""
     dense, runs = (by_seed(cases, model, each) for each in (DENSE, method))

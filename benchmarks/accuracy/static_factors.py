@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.long_runs import LSTM, MLP
-from benchmarks.accuracy.seeds import DENSE, SEEDS, all_bytes, by_seed, losses, ranked, recorded
+from benchmarks.accuracy.seeds import (
+    DENSE,
+    SEEDS,
+    by_seed,
+    losses,
+    pairs_of,
+    ranked,
+    recorded,
+    times_fewer,
+)
 from benchmarks.harness import command_line
 
 RANKS = 4
@@ -81,9 +90,7 @@ def rows(cases: Mapping[str, Any]) -> list[list[object]]:
 
 def fewer_than_reference(cases: Mapping[str, Any], model: str, method: str) -> float | None:
     """How many times fewer bytes than 10x; None where no seed has both."""
-    reference, runs = (by_seed(cases, model, each) for each in (REFERENCE, method))
-    ratios = [all_bytes(reference[seed]) / all_bytes(runs[seed]) for seed in set(reference) & set(runs)]
-    return statistics.mean(ratios) if ratios else None
+    return times_fewer(pairs_of(*(by_seed(cases, model, each) for each in (REFERENCE, method))))
 
 
 def missed(cases: Mapping[str, Any]) -> list[str]:

@@ -220,6 +220,44 @@ def static_factors() -> str:
     )
 
 
+def calibrated() -> str:
+    """L-GreCo over levels that keep accuracy."""
+    from benchmarks.accuracy.calibrated import (
+        CASES,
+        FEWER,
+        fewer_than_reference,
+        of_text,
+        rows,
+        with_dense,
+    )
+    from benchmarks.accuracy.seeds import losses, signed
+
+    figures = load("calibrated")
+    cases = figures["cases"]
+    said = []
+    for model, method in dict.fromkeys(CASES[title][:2] for title in cases):
+        fewer = fewer_than_reference(cases, model, method)
+        found = losses(with_dense(cases), model, method)
+        if fewer is not None and found:
+            lost = signed(fmean(found), of_text(cases, model))
+            said.append(f"{model}, `{method}`: {fewer:.2f} times, {lost}")
+    asked = ", ".join(f"{least:g} ({family})" for family, least in FEWER.items())
+    return section(
+        "L-GreCo over levels that keep accuracy",
+        "Each reference is the strongest level of its family that keeps accuracy (the section above); "
+        "L-GreCo starts from it. Models, seeds and dense runs are those of the long runs. "
+        f"{source('calibrated', figures)}",
+        (
+            "Calibrated references and L-GreCo",
+            "Does L-GreCo send fewer bytes than a reference chosen with care, and keep accuracy?",
+            f"So many times fewer bytes (asked for: {asked}), and so much lost against dense training: "
+            f"{'; '.join(said) or 'none was run'}. {len(cases)} of {len(CASES)} runs were made.",
+            of_rows(rows(cases)),
+        ),
+        end=missed(figures),
+    )
+
+
 def calibration() -> str:
     """Levels that keep the accuracy of dense training, for comparisons to begin with."""
     from benchmarks.accuracy.calibration import FAMILIES, MODELS, SEED, open_levels, rows, strongest

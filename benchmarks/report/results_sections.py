@@ -33,6 +33,7 @@ from benchmarks.report.results_markdown import (
 )
 from benchmarks.report.results_planners import (
     bucket_times,
+    calibrated,
     calibration,
     gravac_search,
     kimad_tables,
@@ -839,6 +840,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "many_ranks": many_ranks,
     "long_runs": long_runs,
     "calibration": calibration,
+    "calibrated": calibrated,
     "three_bits": three_bits,
     "static_factors": static_factors,
     "overhead": overhead,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy import (
+    calibrated,
     calibration,
     gravac_search,
     kimad_tables,
@@ -214,7 +215,7 @@ def test_every_static_factor_is_one_that_train_py_knows(method: str) -> None:
 # -------------------------------------------------------------------------------------- calibration
 
 
-def calibrated(**accuracy: float) -> dict[str, Any]:
+def tried(**accuracy: float) -> dict[str, Any]:
     """Runs of the MLP, 90 % by dense training, each with the accuracy of its level of top-k."""
     found = {"mlp dense": finished(0.9, 100.0)}
     for number, score in accuracy.items():
@@ -240,7 +241,7 @@ def finished(accuracy: float, nbytes: float) -> dict[str, Any]:
     ],
 )
 def test_levels_are_tried_by_halves(trained: dict[str, float], open_ones: tuple[int, int]) -> None:
-    cases = calibrated(**trained)
+    cases = tried(**trained)
     assert calibration.open_levels(cases, "mlp", "topk") == open_ones
     first, last = open_ones
     title = f"mlp {calibration.FAMILIES['topk'][(first + last) // 2]}" if first < last else None
@@ -250,14 +251,14 @@ def test_levels_are_tried_by_halves(trained: dict[str, float], open_ones: tuple[
 
 
 def test_the_strongest_level_that_keeps_accuracy_is_marked() -> None:
-    cases = calibrated(level2=0.895, level1=0.80)
+    cases = tried(level2=0.895, level1=0.80)
     assert calibration.strongest(cases, "mlp", "topk") == "topk:density=0.1"
     assert calibration.strongest(cases, "mlp", "qsgd") is None
     _, dense, worse, best = calibration.rows(cases)
     assert dense == ["mlp", "dense", "90.00%", "+0.00 pp", "1.0", ""]
     assert worse == ["mlp", "topk:density=0.05", "80.00%", "+10.00 pp", "10.0", ""]
     assert best == ["mlp", "topk:density=0.1", "89.50%", "+0.50 pp", "10.0", "yes"]
-    none = calibrated(level2=0.80, level4=0.80)
+    none = tried(level2=0.80, level4=0.80)
     assert calibration.missed(none) == [
         "mlp: no level of topk is within 1 % of dense training",
         f"{3 * len(calibration.MODELS) - 1} of {3 * len(calibration.MODELS)} families are not through",
@@ -267,6 +268,73 @@ def test_the_strongest_level_that_keeps_accuracy_is_marked() -> None:
 @pytest.mark.parametrize("level", [each for levels in calibration.FAMILIES.values() for each in levels])
 def test_every_level_is_one_that_there_is(level: str) -> None:
     assert parse(level).name in calibration.FAMILIES
+
+
+# ------------------------------------------------------------------------------------ over calibrated
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-k 10 % keeps the MLP's accuracy, and so do 4 bits; its dense training of seed 1 is known."""
+    files = {
+        "calibration": tried(level2=0.895, level1=0.80)
+        | {"mlp qsgd:bits=5": finished(0.9, 5.0), "mlp qsgd:bits=4": finished(0.9, 4.0)}
+        | {"mlp qsgd:bits=3": finished(0.8, 3.0)},
+        "long_runs": {
+            "mlp dense seed 1": finished(0.9, 100.0),
+            "mlp qsgd seed 1": finished(0.897, 12.0),
+        },
+    }
+    monkeypatch.setattr(calibrated, "stored", files.__getitem__)
+
+
+@pytest.mark.usefixtures("known")
+def test_only_models_are_trained_whose_levels_are_known() -> None:
+    assert calibrated.level_of("mlp topk lgreco seed 2") == "topk:density=0.1"
+    assert calibrated.level_of("mlp powersgd seed 2") is None
+    kept: dict[str, Any] = {}
+    calibrated.measure(["mlp powersgd seed 2", "lstm topk seed 1"], kept, None, quick=False)
+    assert not kept
+
+
+@pytest.mark.usefixtures("known")
+def test_a_run_of_the_same_level_is_taken_from_the_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[long_runs.Method] = []
+
+    def train(setup: object, method: long_runs.Method, seed: int, steps: object) -> dict[str, Any]:
+        trained.append(method)
+        return finished(0.9, 1.0)
+
+    monkeypatch.setattr(long_runs, "trained", train)
+    assert calibrated.train("mlp qsgd seed 1") == {"level": "qsgd:bits=4", **finished(0.897, 12.0)}
+    assert not trained
+    assert calibrated.train("mlp topk lgreco seed 1")["level"] == "topk:density=0.1"
+    assert calibrated.train("mlp qsgd lgreco seed 1")["level"] == "qsgd:bits=4"  # is not there
+    assert [each.options for each in trained] == [
+        ("--compression", "topk:density=0.1", "--planner", "lgreco"),
+        ("--compression", "qsgd:bits=4", "--planner", "lgreco"),
+    ]
+
+
+OVER_CALIBRATED = {
+    "mlp topk seed 1": {"level": "topk:density=0.1", **finished(0.898, 12.0)},
+    "mlp topk lgreco seed 1": {"level": "topk:density=0.1", **finished(0.88, 10.0)},
+}
+
+
+@pytest.mark.usefixtures("known")
+def test_a_planner_stands_beside_the_level_that_it_starts_from() -> None:
+    heading, dense, uniform, planned = calibrated.rows(OVER_CALIBRATED)
+    assert heading[-2:] == ["level", "than its reference"]
+    assert dense[1:] == ["dense", 1, "90.00 %", "+0.00 pp", "-", "1.0", "-", "-"]
+    assert uniform[1:] == ["topk", 1, "89.80 %", "+0.20 pp", "-", "8.3", "topk:density=0.1", "-"]
+    assert planned[1] == "topk lgreco"
+    assert planned[-1] == "1.20"
+    assert calibrated.missed(OVER_CALIBRATED) == [
+        "mlp, topk lgreco: loses 2.00, target 1",
+        "mlp, topk lgreco: 1.20 times fewer bytes, target 1.5",
+        f"{len(calibrated.CASES) - 2} of {len(calibrated.CASES)} runs are missing",
+    ]
 
 
 # ----------------------------------------------------------------------------------- Kimad's tables
@@ -477,8 +545,14 @@ def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
         ),
         (
             results_planners.calibration,
-            {"cases": calibrated(level2=0.895, level1=0.80)},
+            {"cases": tried(level2=0.895, level1=0.80)},
             "dense training?* mlp `topk:density=0.1`.",
+        ),
+        (
+            results_planners.calibrated,
+            {"cases": OVER_CALIBRATED},
+            "many times fewer bytes (asked for: 1.5 (topk), 1.1 (qsgd), 1.3 (powersgd)), and so much "
+            "lost against dense training: mlp, `topk lgreco`: 1.20 times, +2.00 pp. 2 of",
         ),
         (
             results_planners.kimad_tables,
@@ -492,6 +566,7 @@ def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("known")
 def test_their_sections_answer_from_their_figures(
     section: Callable[[], str],
     figures: dict[str, Any],

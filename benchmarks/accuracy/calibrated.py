@@ -1,0 +1,139 @@
+"""Does L-GreCo keep the accuracy, with fewer bytes, of one level that was chosen with care?
+
+    python -m benchmarks.accuracy.calibrated                          # hours; resumable
+    python -m benchmarks.accuracy.calibrated --only "mlp qsgd seed 1,mlp qsgd lgreco seed 1"
+    python -m benchmarks.accuracy.calibrated --quick                  # a smoke run; writes no file
+    python -m benchmarks.accuracy.calibrated --check                  # 1 if a stored target is missed
+
+As in the paper (Markov et al., section 4): the reference is, for each model, the strongest level of a
+family that keeps the accuracy of dense training (calibration.py found it, on a seed that is not used
+here), and L-GreCo starts from it. Models, steps, seeds and dense runs are those of long_runs.py; a run
+that has the same level there is taken from there. Models come up as far as their levels are known.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import calibration, long_runs
+from benchmarks.accuracy.seeds import DENSE, SEEDS, by_seed, losses, pairs_of, ranked, times_fewer
+from benchmarks.harness import command_line
+from benchmarks.report import report
+
+FEWER = {"topk": 1.5, "qsgd": 1.1, "powersgd": 1.3}
+"""How many times fewer bytes than its reference L-GreCo is asked for, by family."""
+METHODS = {method: family for family in FEWER for method in (family, f"{family} lgreco")}
+"""Families, by method."""
+CASES = {
+    f"{model} {method} seed {seed}": (model, method, seed)
+    for seed in SEEDS
+    for model in calibration.MODELS
+    for method in METHODS
+}
+
+
+def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: bool) -> None:
+    """Add those of ``wanted`` whose levels are known: one at a time on each core."""
+    titles = [title for title in wanted if quick or level_of(title) is not None]
+    work = functools.partial(train, steps=3 if quick else None)
+    for title, found in command_line.side_by_side(work, titles, len(os.sched_getaffinity(0))):
+        command_line.keep(cases, title, found, rows, missed, out)
+
+
+def level_of(title: str) -> str | None:
+    """The reference's level; None where it is not known, or no level keeps accuracy."""
+    model, method, _ = CASES[title]
+    return calibration.strongest(stored("calibration"), model, METHODS[method])
+
+
+def train(title: str, steps: int | None = None) -> dict[str, Any]:
+    """One run: its score, its losses, the bytes that a rank sends, as they change, and the level."""
+    model, method, seed = CASES[title]
+    family = METHODS[method]
+    usual = long_runs.METHODS[family]
+    level = level_of(title) or usual.options[1]
+    planner = () if method == family else long_runs.LGRECO
+    wanted = long_runs.Method(("--compression", level, *planner), withholds=usual.withholds)
+    run = None if steps else _trained_already(model, wanted.options, seed)
+    return {"level": level, **(run or long_runs.trained(long_runs.SETUPS[model], wanted, seed, steps))}
+
+
+def _trained_already(model: str, options: tuple[str, ...], seed: int) -> dict[str, Any] | None:
+    """The run of these options among the long ones."""
+    same = [name for name, method in long_runs.METHODS.items() if method.options == options]
+    return next((by_seed(stored("long_runs"), model, name).get(seed) for name in same), None)
+
+
+@functools.cache
+def stored(name: str) -> dict[str, Any]:
+    """The cases that a file of results holds."""
+    found: dict[str, Any] = json.loads((report.RESULTS / f"{name}.json").read_text())["cases"]
+    return found
+
+
+def rows(cases: Mapping[str, Any]) -> list[list[object]]:
+    """A row for each model and method, with its level, and how many times fewer bytes L-GreCo sends."""
+    known = with_dense(cases)
+    heading, *found = ranked(known, calibration.MODELS, [DENSE, *METHODS])
+    table: list[list[object]] = [[*heading, "level", "than its reference"]]
+    for model, method, *rest in found:
+        level, fewer = "-", None
+        if method != DENSE:
+            level = next(iter(by_seed(cases, str(model), str(method)).values()))["level"]
+            fewer = fewer_than_reference(cases, str(model), str(method))
+        table.append([model, method, *rest, level, "-" if fewer is None else f"{fewer:.2f}"])
+    return table
+
+
+def with_dense(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """With the dense runs of the same models and seeds."""
+    models = {CASES[title][0] for title in cases}
+    dense = {f"{model} {DENSE} seed {seed}" for model in models for seed in SEEDS}
+    return {title: run for title, run in stored("long_runs").items() if title in dense} | dict(cases)
+
+
+def fewer_than_reference(cases: Mapping[str, Any], model: str, method: str) -> float | None:
+    """How many times fewer bytes than its reference; None for one, and where no seed has both."""
+    reference = METHODS[method]
+    if method == reference:
+        return None
+    return times_fewer(pairs_of(*(by_seed(cases, model, each) for each in (reference, method))))
+
+
+def of_text(cases: Mapping[str, Any], model: str) -> bool:
+    """Whether a model's score is perplexity."""
+    return any("perplexity" in run["score"] for title, run in cases.items() if CASES[title][0] == model)
+
+
+def missed(cases: Mapping[str, Any]) -> list[str]:
+    """The targets that are missed, and how many runs are."""
+    problems = []
+    for model in calibration.MODELS:
+        for method in METHODS:
+            found = losses(with_dense(cases), model, method)
+            if not found:
+                continue
+            limit = long_runs.PERPLEXITY if of_text(cases, model) else long_runs.ACCURACY
+            lost = statistics.mean(found)
+            if lost > limit:
+                problems.append(f"{model}, {method}: loses {100 * lost:.2f}, target {100 * limit:g}")
+            fewer, least = fewer_than_reference(cases, model, method), FEWER[METHODS[method]]
+            if fewer is not None and fewer < least:
+                problems.append(f"{model}, {method}: {fewer:.2f} times fewer bytes, target {least:g}")
+    return problems + command_line.left_out(CASES, cases, "runs are missing")
+
+
+def main() -> int:
+    """Command line."""
+    return command_line.cases(__doc__, "calibrated", CASES, measure, rows, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
