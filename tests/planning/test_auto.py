@@ -376,10 +376,10 @@ def test_what_stays_dense_is_looked_at_ever_more_seldom() -> None:
 
 @pytest.mark.parametrize("deciding", [0.01, 0.1, 1.0])
 def test_decisions_take_next_to_nothing_of_a_training(deciding: float) -> None:
-    """Where a plan saves much it may come before decisions cost half a percent, but not often."""
+    """The first plans come early: what they cost is not known yet."""
     world = World(mbit=1000.0, deciding=deciding).run(3000)
     spent = deciding * (len(world.planned) - 1)  # the first must come
-    assert spent <= 0.006 * sum(world.times) + 2 * deciding
+    assert spent <= 0.005 * sum(world.times) + 2 * deciding
     told, last = world.decisions[-1].report["deciding_share"], world.planned[-1]
     since = sum(world.times[world.planned[0] : last])
     assert told == pytest.approx(spent / since, rel=0.5)

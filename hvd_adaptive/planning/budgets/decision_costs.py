@@ -9,13 +9,13 @@ from typing import Any
 
 from hvd_adaptive.planning.measurements import StepMeasurements
 
-__all__ = ["SHARE", "WORTH", "DecisionCosts"]
+__all__ = ["SHARE", "DecisionCosts"]
 
-SHARE = 0.005
-"""Of the time so far that measuring gradients, planning, and measuring the network again may take."""
-WORTH = 20
-"""By what factor the communication that a plan leaves exposed until the next one must exceed what that
-one costs, if it is to come sooner: then there is enough that it may save."""
+SHARE = 0.004
+"""Of the time so far that measuring gradients, planning, and measuring the network again may take before
+a plan: with errors, which are measured soon after it, less than half a percent. After much was spent,
+the next plan comes all the same once it takes no more than this of the communication that is exposed
+until then: that is what it may save."""
 
 
 @dataclass(slots=True)
@@ -32,12 +32,13 @@ class DecisionCosts:
         ...     costs.observe(step)
         >>> costs.decided(exposed=0.0)  # 0.1 s of 10 s, and the next would be as much again
         >>> costs.wait, costs.periods(100)
-        (300, 3)
+        (400, 4)
         >>> for _ in range(100):
         ...     costs.observe(step)
-        >>> costs.decided(exposed=0.02)  # of which 2 s may be saved in 100 steps, by a plan of 0.1 s
-        >>> costs.wait, round(costs.share, 6)
-        (100, 0.01)
+        >>> costs.observe(StepMeasurements(201, seconds=0.1, pricing_seconds=2.0, plan=1))
+        >>> costs.decided(exposed=0.08)  # 25 s in 313 steps, of which a plan of 0.1 s may save much
+        >>> costs.wait, round(costs.share, 2)
+        (313, 0.11)
     """
 
     wait: int = 0
@@ -76,7 +77,7 @@ class DecisionCosts:
             return
         wait = ((self._spent + last) / SHARE - self._elapsed) / (self._elapsed / self._steps)
         if exposed > 0:
-            wait = min(wait, WORTH * patience * last / exposed)
+            wait = min(wait, patience * last / (SHARE * exposed))
         self.wait = max(0, math.ceil(wait - 1e-9))
 
     def periods(self, period: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 
-__all__ = ["Remeasurement"]
+__all__ = ["Remeasurement", "far_off"]
 
 LEAST_GAP, MOST_GAP = 50, 1600
 """Steps between measurements: doubled each time."""
@@ -53,7 +53,7 @@ class Remeasurement:
 
     def _may(self, score: ForecastScore, step: int) -> bool:
         """Not again and again where measuring does not help, unless all is very different."""
-        gap = min(self._gap, FAR_GAP) if _far_off(score) else self._gap
+        gap = min(self._gap, FAR_GAP) if far_off(score) else self._gap
         return step >= self._step + gap
 
     def spared(self, score: ForecastScore, step: int) -> bool:
@@ -62,7 +62,7 @@ class Remeasurement:
         They tell how much slower the network is than it was measured, or how much slower the machine
         is. What is far off is measured.
         """
-        if not self.wanted or _far_off(score):
+        if not self.wanted or far_off(score):
             return False
         self.wanted, self.done = False, True
         self._wait(step)
@@ -98,7 +98,7 @@ class Remeasurement:
         )
 
 
-def _far_off(score: ForecastScore) -> bool:
+def far_off(score: ForecastScore) -> bool:
     """Whether steps took a very different time than was foreseen."""
     if score.median is None or not score.expected:
         return False
