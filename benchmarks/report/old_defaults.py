@@ -80,6 +80,7 @@ CHANGES = (
         ("auto",),
         "quantizers are `correlated=true`, which takes as long and adds half of the noise",
     ),
+    Change("2026-11-28", ("auto",), "plans come less often, for the sake of what they cost"),
 )
 
 

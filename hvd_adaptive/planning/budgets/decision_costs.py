@@ -12,10 +12,10 @@ from hvd_adaptive.planning.measurements import StepMeasurements
 __all__ = ["SHARE", "DecisionCosts"]
 
 SHARE = 0.004
-"""Of the time so far that measuring gradients, planning, and measuring the network again may take before
-a plan: with errors, which are measured soon after it, less than half a percent. After much was spent,
-the next plan comes all the same once it takes no more than this of the communication that is exposed
-until then: that is what it may save."""
+"""Of the time so far that measuring gradients, planning, and measuring the network again may take when
+a plan is made: with errors, which are measured soon after it, less than half a percent. After much was
+spent, the next plan comes all the same once it takes no more than this of the communication that is
+exposed until then: that is what it may save."""
 
 
 @dataclass(slots=True)
