@@ -200,17 +200,12 @@ class AutoBudget(Budget):
             return True
         if self._compresses and (self._guard.wants_dense or self._control.on):
             return True
-        if self._compared or (self._patience.ended and not self._spares):
+        if self._compared or (self._patience.ended and (self._compresses or not self._costs.early)):
             return True
         if self._step < self._planned_step + max(LEAST_APART, self._costs.wait):
             return False
         now, then = self._allowed_delay(self._step), self._planned_delay
         return now > 2 * max(then, 0.5) or (self._compresses and now < then / 1.5)
-
-    @property
-    def _spares(self) -> bool:
-        """Whether a plan waits for its costs: one that leaves all dense can lose nothing but time."""
-        return not self._compresses and self._step < self._planned_step + self._costs.wait
 
     @property
     def _compared(self) -> bool:
@@ -245,7 +240,7 @@ class AutoBudget(Budget):
             return
         if self._compresses and score.windows >= 2:
             self._compare(score.median, SLOWER)
-        if self._control.on or (self._spares and not far_off(score)):
+        if self._control.on or (self._costs.early and not self._compresses and not far_off(score)):
             return
         self._again.judge(score, self._step)
         self._spare()

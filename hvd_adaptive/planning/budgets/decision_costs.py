@@ -47,6 +47,8 @@ class DecisionCosts:
     _elapsed: float = 0.0
     _steps: int = 0
     _spent: float = 0.0
+    _kept: int = 0
+    """Steps since the last plan."""
     _last: float = 0.0
     """What was spent since the last plan, without measuring the network: of what the next one costs."""
 
@@ -55,8 +57,14 @@ class DecisionCosts:
         """What decisions have taken, of the time since the first plan."""
         return self._spent / self._elapsed if self._elapsed else 0.0
 
+    @property
+    def early(self) -> bool:
+        """Whether the next plan would come before its time, as one may that loses more than time."""
+        return self._kept < self.wait
+
     def observe(self, facts: StepMeasurements) -> None:
         """Count a step."""
+        self._kept += 1
         if self._begun:
             self._last += facts.deciding_seconds
             self._spent += facts.deciding_seconds + facts.pricing_seconds
@@ -72,7 +80,7 @@ class DecisionCosts:
             exposed: seconds of communication that it is expected to leave exposed in a step.
             patience: by what factor less of them may be expected to be saved.
         """
-        last, self._last = self._last, 0.0
+        last, self._last, self._kept = self._last, 0.0, 0
         if not self._elapsed:
             return
         wait = ((self._spent + last) / SHARE - self._elapsed) / (self._elapsed / self._steps)
