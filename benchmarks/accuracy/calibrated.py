@@ -14,7 +14,6 @@ that has the same level there is taken from there. Models come up as far as thei
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import sys
@@ -25,9 +24,13 @@ from typing import Any
 from benchmarks.accuracy import calibration, long_runs
 from benchmarks.accuracy.seeds import DENSE, SEEDS, by_seed, losses, pairs_of, ranked, times_fewer
 from benchmarks.harness import command_line
-from benchmarks.report import report
+from benchmarks.report.results_markdown import load
 
-FEWER = {"topk": 1.5, "qsgd": 1.1, "powersgd": 1.3}
+FEWER = {
+    each.reference: each.fewer
+    for each in long_runs.METHODS.values()
+    if each.options[-2:] == long_runs.LGRECO
+}
 """How many times fewer bytes than its reference L-GreCo is asked for, by family."""
 METHODS = {method: family for family in FEWER for method in (family, f"{family} lgreco")}
 """Families, by method."""
@@ -74,7 +77,7 @@ def _trained_already(model: str, options: tuple[str, ...], seed: int) -> dict[st
 @functools.cache
 def stored(name: str) -> dict[str, Any]:
     """The cases that a file of results holds."""
-    found: dict[str, Any] = json.loads((report.RESULTS / f"{name}.json").read_text())["cases"]
+    found: dict[str, Any] = load(name)["cases"]
     return found
 
 
@@ -114,10 +117,10 @@ def of_text(cases: Mapping[str, Any], model: str) -> bool:
 
 def missed(cases: Mapping[str, Any]) -> list[str]:
     """The targets that are missed, and how many runs are."""
-    problems = []
+    problems, known = [], with_dense(cases)
     for model in calibration.MODELS:
         for method in METHODS:
-            found = losses(with_dense(cases), model, method)
+            found = losses(known, model, method)
             if not found:
                 continue
             limit = long_runs.PERPLEXITY if of_text(cases, model) else long_runs.ACCURACY

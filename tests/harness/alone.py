@@ -25,9 +25,8 @@ class Room:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._files: list[int] = []
-        if folder is not None:
-            self._files = [os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("door", "room")]
+        names = () if folder is None else (folder / "door", folder / "room")
+        self._files = {name.name: os.open(name, os.O_RDWR | os.O_CREAT) for name in names}
 
     @classmethod
     def of(cls, config: pytest.Config) -> Room:
@@ -39,31 +38,27 @@ class Room:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Beside tests of other workers; one that asks to be alone goes first."""
-        if not self._files:
-            yield
-            return
-        door, room = self._files
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
+        self._lock("door", fcntl.LOCK_EX)
+        self._lock("room", fcntl.LOCK_SH)
+        self._lock("door", fcntl.LOCK_UN)
         try:
             yield
         finally:
-            fcntl.flock(room, fcntl.LOCK_UN)
+            self._lock("room", fcntl.LOCK_UN)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within :meth:`shared`: begins when the others have ended the test they are at."""
-        if not self._files:
-            yield
-            return
-        door, room = self._files
         # Who waits for the room must not hold it; who holds the door lets nobody else in.
-        fcntl.flock(room, fcntl.LOCK_UN)
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX)
+        self._lock("room", fcntl.LOCK_UN)
+        self._lock("door", fcntl.LOCK_EX)
+        self._lock("room", fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(room, fcntl.LOCK_SH)
-            fcntl.flock(door, fcntl.LOCK_UN)
+            self._lock("room", fcntl.LOCK_SH)
+            self._lock("door", fcntl.LOCK_UN)
+
+    def _lock(self, name: str, how: int) -> None:
+        if name in self._files:
+            fcntl.flock(self._files[name], how)
