@@ -35,7 +35,7 @@ from benchmarks.micro.planner import beyond
 from benchmarks.report import report
 from benchmarks.workers.presets import Preset, prepare
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of, errors_of
-from hvd_adaptive.adaptation.sampling import SAMPLES
+from hvd_adaptive.adaptation.schedule import SAMPLES
 from hvd_adaptive.arrays import Int64s
 from hvd_adaptive.compressors import CastCompressor
 from hvd_adaptive.compressors.base import LayerContext

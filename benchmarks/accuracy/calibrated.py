@@ -9,6 +9,9 @@ As in the paper (Markov et al., section 4): the reference is, for each model, th
 family that keeps the accuracy of dense training (calibration.py found it, on a seed that is not used
 here), and L-GreCo starts from it. Models, steps, seeds and dense runs are those of long_runs.py; a run
 that has the same level there is taken from there. Models come up as far as their levels are known.
+
+Two tables explain the savings: of which parts a reference's bytes are, of which a plan can spare one;
+and what other gradients and another metric of errors save, on one seed.
 """
 
 from __future__ import annotations
@@ -18,11 +21,23 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import calibration, long_runs
-from benchmarks.accuracy.seeds import DENSE, SEEDS, by_seed, losses, pairs_of, ranked, times_fewer
+from benchmarks.accuracy.seeds import (
+    DENSE,
+    SEEDS,
+    all_bytes,
+    by_seed,
+    losses,
+    lost,
+    pairs_of,
+    ranked,
+    signed,
+    times_fewer,
+)
 from benchmarks.harness import command_line
 from benchmarks.report.results_markdown import load
 
@@ -34,11 +49,22 @@ FEWER = {
 """How many times fewer bytes than its reference L-GreCo is asked for, by family."""
 METHODS = {method: family for family in FEWER for method in (family, f"{family} lgreco")}
 """Families, by method."""
+ABLATION = {
+    f"topk lgreco {name}": ("--planner", f"lgreco:{option}")
+    for name, option in {
+        "relative": "metric=relative",
+        "residual": "residual=true",
+        "single steps": "accumulate=false",
+    }.items()
+}
+"""L-GreCo with another error, by method: all over top-k, and on one seed."""
+LEAST = "least"
+"""What is sent where of all layers that are compressed next to nothing is."""
 CASES = {
     f"{model} {method} seed {seed}": (model, method, seed)
     for seed in SEEDS
     for model in calibration.MODELS
-    for method in METHODS
+    for method in (*METHODS, *((*ABLATION, LEAST) if seed == SEEDS[0] else ()))
 }
 
 
@@ -53,16 +79,25 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 def level_of(title: str) -> str | None:
     """The reference's level; None where it is not known, or no level keeps accuracy."""
     model, method, _ = CASES[title]
-    return calibration.strongest(stored("calibration"), model, METHODS[method])
+    if method == LEAST:
+        return "topk:density=0.000001"
+    return calibration.strongest(stored("calibration"), model, family_of(method))
+
+
+def family_of(method: str) -> str:
+    """The family of a method's levels."""
+    return METHODS.get(method, "topk")
 
 
 def train(title: str, steps: int | None = None) -> dict[str, Any]:
     """One run: its score, its losses, the bytes that a rank sends, as they change, and the level."""
     model, method, seed = CASES[title]
-    family = METHODS[method]
-    usual = long_runs.METHODS[family]
+    usual = long_runs.METHODS[family_of(method)]
     level = level_of(title) or usual.options[1]
-    planner = () if method == family else long_runs.LGRECO
+    if method == LEAST:
+        sparse = long_runs.Method(("--compression", level))
+        return {"level": level, **long_runs.trained(long_runs.SETUPS[model], sparse, seed, steps=1)}
+    planner = ABLATION.get(method, () if method in FEWER else long_runs.LGRECO)
     wanted = long_runs.Method(("--compression", level, *planner), withholds=usual.withholds)
     run = None if steps else _trained_already(model, wanted.options, seed)
     return {"level": level, **(run or long_runs.trained(long_runs.SETUPS[model], wanted, seed, steps))}
@@ -104,10 +139,86 @@ def with_dense(cases: Mapping[str, Any]) -> dict[str, Any]:
 
 def fewer_than_reference(cases: Mapping[str, Any], model: str, method: str) -> float | None:
     """How many times fewer bytes than its reference; None for one, and where no seed has both."""
-    reference = METHODS[method]
+    reference = family_of(method)
     if method == reference:
         return None
     return times_fewer(pairs_of(*(by_seed(cases, model, each) for each in (reference, method))))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of what the bytes of a whole run are, in shares of a reference's.
+
+    Args:
+        start: dense gradients at the start of the run.
+        small: layers that are always dense, later on.
+        spared: what a plan can spare.
+        fewer: how many times fewer bytes L-GreCo sends in the whole run.
+        later: the same without the dense start.
+        compressed: the same without that and the layers that are always dense.
+    """
+
+    start: float
+    small: float
+    spared: float
+    fewer: float
+    later: float
+    compressed: float
+
+    @property
+    def most(self) -> float:
+        """How many times fewer bytes the whole run would send if a plan left nothing of its part."""
+        return 1 / (1 - self.spared)
+
+
+def parts_of(cases: Mapping[str, Any], model: str, method: str) -> Parts | None:
+    """Of L-GreCo's runs and their references', where both and a model's least bytes are known."""
+    pairs = pairs_of(*(by_seed(cases, model, each) for each in (family_of(method), method)))
+    least = by_seed(cases, model, LEAST).get(SEEDS[0])
+    if not pairs or least is None:
+        return None
+    reference = pairs[0][0]  # all of them send the same
+    since = long_runs.dense_steps(long_runs.METHODS[family_of(method)], reference["steps"])
+    small = least["bytes"][0][1] * (reference["steps"] - since)
+    whole, after = (all_bytes(reference, each) for each in (0, since))
+    spared = statistics.mean((after - small) / (all_bytes(run, since) - small) for _, run in pairs)
+    fewer, later = (times_fewer(pairs, each) or 1.0 for each in (0, since))
+    return Parts(1 - after / whole, small / whole, (after - small) / whole, fewer, later, spared)
+
+
+def parts_rows(cases: Mapping[str, Any]) -> list[list[object]]:
+    """A row for each model and family of which L-GreCo's savings can be explained."""
+    heading = ("model", "family", "dense start", "small layers", "what a plan can spare")
+    fewer = ("times fewer bytes at most", "L-GreCo", "after the dense start", "of what it can spare")
+    table: list[list[object]] = [[*heading, *fewer]]
+    for model in calibration.MODELS:
+        for method, family in METHODS.items():
+            found = None if method == family else parts_of(cases, model, method)
+            if found is not None:
+                shares = (f"{100 * each:.0f} %" for each in (found.start, found.small, found.spared))
+                times = (found.most, found.fewer, found.later, found.compressed)
+                table.append([model, family, *shares, *(f"{each:.2f}" for each in times)])
+    return table
+
+
+def ablation_rows(cases: Mapping[str, Any]) -> list[list[object]]:
+    """A row for each model and error of L-GreCo's, of the seed that has them all."""
+    later = ("times fewer than its reference", "after the dense start", "of what it can spare")
+    table: list[list[object]] = [["model", "method", "lost against dense", *later]]
+    seed, known = SEEDS[0], with_dense(cases)
+    ends = f" seed {seed}"
+    one = {title: run for title, run in known.items() if title.endswith(ends)}
+    for model in calibration.MODELS:
+        dense = by_seed(one, model, DENSE).get(seed)
+        for method in ("topk lgreco", *ABLATION):
+            found = parts_of(one, model, method)
+            if found and dense and any(by_seed(one, model, each) for each in ABLATION):
+                worse = signed(
+                    lost(by_seed(one, model, method)[seed], dense), "perplexity" in dense["score"]
+                )
+                times = (found.fewer, found.later, found.compressed)
+                table.append([model, method, worse, *(f"{each:.2f}" for each in times)])
+    return table
 
 
 def of_text(cases: Mapping[str, Any], model: str) -> bool:

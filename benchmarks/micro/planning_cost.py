@@ -102,7 +102,7 @@ class Times:
     measured: list[int] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
     counted: float = 0.0
-    """Share of the time that the planner itself has counted."""
+    """Share of the time since its first plan that the planner itself has counted."""
 
 
 def steps_of(case: Case, arguments: dict[str, Any], times: Times) -> Iterator[None]:
@@ -132,9 +132,10 @@ def steps_of(case: Case, arguments: dict[str, Any], times: Times) -> Iterator[No
             started = time.perf_counter()
             preset.step(optimizer, batch)
             times.seconds.append(time.perf_counter() - started)
-            if outlook is not None and outlook.plans != plans:
-                times.changes.append(step)
+            if outlook is not None:
                 times.counted = outlook.deciding_share
+                if outlook.plans != plans:
+                    times.changes.append(step)
             with optimizer.meter.paused():  # while the other runs have their turn
                 yield
 
@@ -145,7 +146,7 @@ def work(case: Case) -> dict[str, Any]:
     import torch
 
     import hvd_adaptive as hva
-    from hvd_adaptive.adaptation.sampling import SAMPLES
+    from hvd_adaptive.adaptation.schedule import SAMPLES
 
     hva.init()
     torch.set_num_threads(1)

@@ -35,6 +35,7 @@ from hvd_adaptive.adaptation.messages import (
 from hvd_adaptive.adaptation.outlook import MeasureCosts, Outlook
 from hvd_adaptive.adaptation.preconditioning import SecondMoment
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
+from hvd_adaptive.adaptation.schedule import Schedule
 from hvd_adaptive.adaptation.step_report import StepReport
 from hvd_adaptive.adaptation.timing import CollectiveTiming, local_measurements
 from hvd_adaptive.adaptation.worker import PlannerWorker
@@ -169,7 +170,7 @@ class AdaptationController:
         self._averages = self._table = self._trigger = None
         self._worker.forget()
         self.outlook.plans = self._worker.planner.budget.plans
-        self._sampler.sampled = 0
+        self._sampler.schedule.sampled = 0
         self._restore()
 
     def invalidate(self) -> None:
@@ -226,7 +227,7 @@ class AdaptationController:
     ) -> None:
         """A step's gradients have all been reduced; all ranks call it."""
         now = self._meter.now()
-        self._sampler.sampled += self._sampler.samples(step)
+        self._sampler.schedule.sampled += self._sampler.samples(step)
         seconds = None if self._ended is None else now - self._ended
         self._ended = now
         self._forecast.step(step, seconds, timings)
@@ -318,10 +319,11 @@ class AdaptationController:
 
     def start_collection(self, step: int) -> None:
         """Start to average, or to gather, what was measured; all ranks call it."""
-        self._sampler.hurries = Measurement.ERRORS in self._needs and not self._sampler.sampled
-        if self._sampler.hurries:
+        schedule = self._sampler.schedule
+        schedule.hurries = Measurement.ERRORS in self._needs and not schedule.sampled
+        if schedule.hurries:
             return  # asked again when something was measured
-        self._trigger, self._sampler.sampled = step, 0
+        self._trigger, schedule.sampled = step, 0
         join = self._channel.gather if self.per_rank_levels else self._channel.mean
         self._averages = join(self._sampler.take())
 
@@ -379,7 +381,7 @@ class AdaptationController:
         self.expected = _foreseen(names, message.errors[mine], message.energies[mine])
         self._factor = message.factor
         self._sampler.set_factors(message.factors, step)
-        self._sampler.patience = int(message.report.get("patience", 1))
+        self._sampler.schedule.keep(int(message.report.get("patience", 1)), step)
         self._decided = True
         self.outlook.plans += 1
         self.outlook.spent += message.report.get("planner_seconds", 0.0)
@@ -418,9 +420,7 @@ class AdaptationController:
             "trigger": self._trigger,
             "message": None if message is None else message.to_json(),
             "table": None if self._table is None else self._table.tolist(),
-            "sampled": self._sampler.sampled,
-            "patience": self._sampler.patience,
-            "hurries": self._sampler.hurries,
+            **self._sampler.schedule.to_dict(),
             "measured": self._sampler.measured(),
         }
 
@@ -448,9 +448,8 @@ class AdaptationController:
         state, self._loaded = self._loaded, None
         if state is None:
             return
-        self._sampler.sampled, self._decided = int(state["sampled"]), bool(state["decided"])
-        self._sampler.patience = int(state.get("patience", 1))  # older states have neither
-        self._sampler.hurries = bool(state.get("hurries", False))
+        self._decided = bool(state["decided"])
+        self._sampler.schedule = Schedule.from_dict(state)
         if list(state["levels"]) != list(self._sampler.rows):
             return  # of other layers: a table or plan of them is of no use
         self._trigger = state["trigger"]

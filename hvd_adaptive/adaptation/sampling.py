@@ -21,6 +21,7 @@ from hvd_adaptive.adaptation.candidates import (
     sizes_of,
 )
 from hvd_adaptive.adaptation.preconditioning import SecondMoment, no_second_moment
+from hvd_adaptive.adaptation.schedule import SAMPLES, Schedule
 from hvd_adaptive.adaptation.sketch import NUMBERS, SKETCH, Gradient, sketch
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.collectives import AUTO, planned_link_bytes, scheme_for, scheme_named
@@ -37,10 +38,6 @@ from hvd_adaptive.planning import (
 )
 from hvd_adaptive.planning.gradient_signals import GradientSignals
 
-SAMPLES = 4
-"""Steps of a period on which gradients are measured; the first is soon after the last plan."""
-LEAST_APART = 4
-"""Steps from one of them to the next at least: a short period would measure every step."""
 SIGNALS = 1 + 2 * NUMBERS
 """What is kept of a sample for a planner that asks for signals: a mark, and sketches of the gradient
 and of what waits."""
@@ -396,12 +393,8 @@ class Sampler:
         """Compression factors whose gains are measured."""
         self.factors_since = 0
         """The first step of these factors."""
-        self.sampled = 0
-        """Steps whose gradients counted for the errors since the last plan."""
-        self.patience = 1
-        """Periods until the next plan; the same on all ranks, as is the next."""
-        self.hurries = False
-        """Whether a plan is asked for, and nothing was measured: then that is done in the next step."""
+        self.schedule = Schedule()
+        """The steps whose gradients count for the errors."""
         # this step's sums over the layers: what each factor sends, and of what
         self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
@@ -455,8 +448,7 @@ class Sampler:
 
     def _is_sampled(self, step: int) -> bool:
         """Whether this step is one of the few of a period on which single gradients are measured."""
-        period = (self._recipe.period or 10 * SAMPLES) * self.patience
-        return self.hurries or step % max(LEAST_APART, period // SAMPLES) == 0
+        return self.schedule.due(step, self._recipe.period or 10 * SAMPLES)
 
     def measures_gains(self, step: int) -> bool:
         """Whether gains are measured in this step; the same on all ranks."""
@@ -561,7 +553,7 @@ class Sampler:
         if not self._recipe.accumulate:
             row.sample(tensor, energy, x, self._states, self._moment_of(row))
             if seen is not None:
-                row.sample_signals(seen, self.sampled % SAMPLES)
+                row.sample_signals(seen, self.schedule.sampled % SAMPLES)
             return
         row.accumulate(tensor)
         if row.varying and self._is_sampled(step):  # the bytes of a mean are not the mean of the bytes

@@ -64,6 +64,11 @@ class Contender:
     gap: float = 0.0
 
     @property
+    def working(self) -> float:
+        """Its seconds without exposed communication."""
+        return self.seconds - self.parts.exposed
+
+    @property
     def cautious(self) -> float:
         """Its seconds, with something added for what is foreseen to be hidden."""
         return self.seconds + HIDDEN * max(0.0, self.parts.network - self.parts.exposed)

@@ -39,8 +39,8 @@ def sampled_steps(sampler: Sampler, steps: int) -> list[int]:
 def test_errors_are_measured_on_a_few_steps_of_the_time_until_the_next_plan() -> None:
     sampler = sampler_of("auto", parse("fp16"))
     assert sampled_steps(sampler, 200) == [*range(0, 200, 25)]
-    sampler.patience = 8
-    assert sampled_steps(sampler, 800) == [0, 200, 400, 600]
+    sampler.schedule.keep(8, 110)
+    assert sampled_steps(sampler, 910) == [825, 850, 875, 900]  # of the last period
 
 
 def test_where_a_plan_is_asked_for_and_nothing_was_measured_the_next_step_is() -> None:

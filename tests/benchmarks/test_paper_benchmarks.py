@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -335,6 +335,50 @@ def test_a_planner_stands_beside_the_level_that_it_starts_from() -> None:
         "mlp, topk lgreco: 1.20 times fewer bytes, target 1.5",
         f"{len(calibrated.CASES) - 2} of {len(calibrated.CASES)} runs are missing",
     ]
+
+
+def level(nbytes: Sequence[Sequence[float]], accuracy: float = 0.9) -> dict[str, Any]:
+    """A run of 100 steps, of which 5 are dense where top-k is at work."""
+    run = {"score": {"accuracy": accuracy}, "bytes": [*nbytes], "steps": 100, "losses": []}
+    return {"level": "topk:density=0.1", **run}
+
+
+EXPLAINED = {
+    "mlp topk seed 1": level([[0, 100.0], [5, 20.0]]),
+    "mlp topk lgreco seed 1": level([[0, 100.0], [5, 20.0], [10, 12.0]]),
+    "mlp topk lgreco relative seed 1": level([[0, 100.0], [5, 11.0]], accuracy=0.89),
+    "mlp least seed 1": {**level([[0, 10.0]]), "steps": 1},
+}
+
+
+@pytest.mark.usefixtures("known")
+def test_savings_are_explained_by_what_a_plan_can_spare() -> None:
+    # 500 of the 2400 bytes are dense, 950 of small layers, 950 a plan's
+    _, topk = calibrated.parts_rows(EXPLAINED)
+    planned = 5 * 10 + 90 * 2
+    assert topk[:5] == ["mlp", "topk", "21 %", "40 %", "40 %"]
+    assert topk[5:] == [
+        f"{2400 / 1450:.2f}",
+        f"{2400 / (1450 + planned):.2f}",
+        f"{1900 / (950 + planned):.2f}",
+        f"{950 / planned:.2f}",
+    ]
+    _, norm, relative = calibrated.ablation_rows(EXPLAINED)
+    assert norm == ["mlp", "topk lgreco", "+0.00 pp", *topk[6:]]
+    assert relative == ["mlp", "topk lgreco relative", "+1.00 pp", "1.55", "1.82", "10.00"]
+    assert calibrated.parts_rows({}) == calibrated.parts_rows({})[:1]
+
+
+def test_the_least_bytes_are_those_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[str, ...], int | None]] = []
+
+    def train(setup: object, method: long_runs.Method, seed: int, steps: int | None) -> dict[str, Any]:
+        asked.append((method.options, steps))
+        return finished(0.1, 1.0)
+
+    monkeypatch.setattr(long_runs, "trained", train)
+    assert calibrated.train("mlp least seed 1")["level"] == "topk:density=0.000001"
+    assert asked == [(("--compression", "topk:density=0.000001"), 1)]
 
 
 # ----------------------------------------------------------------------------------- Kimad's tables

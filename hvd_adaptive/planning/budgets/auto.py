@@ -202,10 +202,13 @@ class AutoBudget(Budget):
             return True
         if self._compared or (self._patience.ended and (self._compresses or not self._costs.early)):
             return True
-        if self._step < self._planned_step + max(LEAST_APART, self._costs.wait):
+        if self._step < self._planned_step + LEAST_APART:
             return False
         now, then = self._allowed_delay(self._step), self._planned_delay
-        return now > 2 * max(then, 0.5) or (self._compresses and now < then / 1.5)
+        # what waits must be sent in time, whatever plans cost
+        return (self._compresses and now < then / 1.5) or (
+            now > max(2 * then, 1) and not self._costs.early
+        )
 
     @property
     def _compared(self) -> bool:
@@ -228,7 +231,7 @@ class AutoBudget(Budget):
             return
         if self._score.settled and not self._compresses:
             self._dense.add(facts)
-        if self._score.observe(float(facts.seconds)):
+        if self._score.observe(float(facts.seconds), facts.compute_seconds):
             self._judge()
         elif self._compresses and self._score.early is not None:
             self._compare(self._score.early, FAR_SLOWER)
@@ -247,13 +250,12 @@ class AutoBudget(Budget):
 
     def _spare(self) -> None:
         """Where forecasts are off, go by the last dense steps: where they do, nothing is measured."""
-        score = self._score
         if not self._again.wanted:
             return
-        self._dense.keep_last(score.window)
-        spared = not self._compresses and self._again.spared(score, self._step)
+        self._dense.keep_last(self._score.window)
+        spared = not self._compresses and self._again.spared(self._score, self._step)
         so = "forecasts go by the last dense steps" if spared else "the network is measured again"
-        self._notes = [score.told(so)]
+        self._notes = [self._score.told(so)]
 
     def _compare(self, seconds: float, share: float) -> None:
         """Have dense steps follow, if compressed ones take longer than these did."""
@@ -286,8 +288,7 @@ class AutoBudget(Budget):
             self._spare()
         if self._guard.blames:
             self._caution *= 0.5
-        verdict = self._guard.take_verdict()
-        if verdict:
+        if verdict := self._guard.take_verdict():
             self._notes.append(verdict)
         if self._levels is not None and len(self._levels) != len(table.names):
             self._levels = self._since = self._factors = self._ready = self._order = None
@@ -431,8 +432,7 @@ class AutoBudget(Budget):
         assert facts is not None, "limits come first"
         chosen = limits.of(levels)
         asks = self._again.asked(facts.step)
-        delay, noise = limits.weighed(levels)
-        step = max(1, facts.step)
+        (delay, noise), step = limits.weighed(levels), max(1, facts.step)
         self._report = {
             "seconds": chosen.seconds,
             "exposed_seconds": chosen.parts.exposed,
@@ -446,8 +446,7 @@ class AutoBudget(Budget):
             "deciding_share": self._costs.share,
             "measure_again": float(asks),
         }
-        words = [*self._notes]
-        self._notes = []
+        words, self._notes = self._notes, []
         if not asks:
             self._report["dense_seconds"] = limits.dense.seconds
             left = self._steps_left(facts.step)
@@ -470,7 +469,8 @@ class AutoBudget(Budget):
         self._levels, self._compresses = levels.copy(), not chosen.dense
         self._plans += 1
         self._planned_step, self._planned_delay = step, self._allowed_delay(step)
-        self._score.begin(None if limits.model.costs.assumed else chosen.seconds)
+        expected = None if limits.model.costs.assumed else chosen.seconds
+        self._score.begin(expected, computing=chosen.working if chosen.dense else None)
 
     def report(self) -> dict[str, float]:
         """Seconds, delay and noise of the last plan, and their limits."""

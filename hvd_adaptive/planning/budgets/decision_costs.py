@@ -31,8 +31,8 @@ class DecisionCosts:
         >>> for _ in range(101):  # the first step tells what the plan took
         ...     costs.observe(step)
         >>> costs.decided(exposed=0.0)  # 0.1 s of 10 s, and the next would be as much again
-        >>> costs.wait, costs.periods(100)
-        (400, 4)
+        >>> costs.wait, costs.periods(100), costs.early
+        (400, 4, True)
         >>> for _ in range(100):
         ...     costs.observe(step)
         >>> costs.observe(StepMeasurements(201, seconds=0.1, pricing_seconds=2.0, plan=1))
@@ -41,8 +41,6 @@ class DecisionCosts:
         (313, 0.11)
     """
 
-    wait: int = 0
-    """Steps for which the plan in force is kept, unless something goes wrong."""
     _begun: bool = False
     _elapsed: float = 0.0
     _steps: int = 0
@@ -50,12 +48,32 @@ class DecisionCosts:
     _kept: int = 0
     """Steps since the last plan."""
     _last: float = 0.0
-    """What was spent since the last plan, without measuring the network: of what the next one costs."""
+    """What was spent since the last plan, without measuring the network."""
+    _price: float = 0.0
+    """The same of the plan before."""
+    _exposed: float = 0.0
+    """Seconds of communication that the plan in force leaves exposed in a step, over its patience."""
 
     @property
     def share(self) -> float:
         """What decisions have taken, of the time since the first plan."""
         return self._spent / self._elapsed if self._elapsed else 0.0
+
+    @property
+    def wait(self) -> int:
+        """Steps for which the plan in force is kept, unless something goes wrong.
+
+        What a plan takes shows in the steps that follow, and the next one costs as much.
+        """
+        if not self._elapsed:
+            return 0
+        price = max(self._price, self._last)
+        wait = self._kept + ((self._spent + price) / SHARE - self._elapsed) / (
+            self._elapsed / self._steps
+        )
+        if self._exposed > 0:
+            wait = min(wait, price / (SHARE * self._exposed))
+        return max(0, math.ceil(wait - 1e-9))
 
     @property
     def early(self) -> bool:
@@ -80,13 +98,8 @@ class DecisionCosts:
             exposed: seconds of communication that it is expected to leave exposed in a step.
             patience: by what factor less of them may be expected to be saved.
         """
-        last, self._last, self._kept = self._last, 0.0, 0
-        if not self._elapsed:
-            return
-        wait = ((self._spent + last) / SHARE - self._elapsed) / (self._elapsed / self._steps)
-        if exposed > 0:
-            wait = min(wait, patience * last / (SHARE * exposed))
-        self.wait = max(0, math.ceil(wait - 1e-9))
+        self._price, self._last, self._kept = self._last, 0.0, 0
+        self._exposed = exposed / patience
 
     def periods(self, period: int) -> int:
         """How many of so many steps the plan in force is kept; 1 where there are no periods."""

@@ -45,13 +45,31 @@ class ForecastScore:
     """Of the last window."""
     windows: int = 0
     """How many there have been under this plan."""
+    slower: float = 0.0
+    """Seconds that computing took longer than was foreseen in the last window; 0 where nobody knows."""
+    _computing: float | None = None
     _settling: int = 0
     _seconds: list[float] = field(default_factory=list)
+    _computed: list[float] = field(default_factory=list)
 
-    def begin(self, expected: float | None, settling: int = SETTLING) -> None:
-        """Another plan takes effect; ``expected`` is None where its seconds are not foreseen."""
+    def begin(
+        self, expected: float | None, settling: int = SETTLING, computing: float | None = None
+    ) -> None:
+        """Another plan takes effect.
+
+        Args:
+            expected: seconds of a step; None where they are not foreseen.
+            settling: steps that do not count.
+            computing: those of them that forward and backward pass take, where that can be compared.
+        """
         self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
         self._settling, self._seconds = settling, []
+        self.slower, self._computing, self._computed = 0.0, computing, []
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is known what computing takes of the seconds, as of dense steps."""
+        return self._computing is not None
 
     @property
     def early(self) -> float | None:
@@ -63,15 +81,19 @@ class ForecastScore:
         """Whether the next step counts."""
         return not self._settling
 
-    def observe(self, seconds: float) -> bool:
-        """One step; whether it completes a window."""
+    def observe(self, seconds: float, computing: float | None = None) -> bool:
+        """One step, with those of its seconds that computing took; whether it completes a window."""
         if self._settling:
             self._settling -= 1
             return False
         self._seconds.append(seconds)
+        if computing is not None:
+            self._computed.append(computing)
         if len(self._seconds) < self.window:
             return False
-        self.median, self._seconds = float(np.median(self._seconds)), []
+        known = self._computing is not None and self._computed
+        self.slower = float(np.median(self._computed)) - (self._computing or 0.0) if known else 0.0
+        self.median, self._seconds, self._computed = float(np.median(self._seconds)), [], []
         self.windows += 1
         if self.expected is not None:
             missed = abs(self.median - self.expected) > TOLERANCE * self.expected
@@ -93,6 +115,9 @@ class ForecastScore:
             "windows": self.windows,
             "settling": self._settling,
             "seconds": list(self._seconds),
+            "slower": self.slower,
+            "computing": self._computing,
+            "computed": list(self._computed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,3 +126,6 @@ class ForecastScore:
         self.misses, self.windows = int(state["misses"]), int(state["windows"])
         self._settling = int(state["settling"])
         self._seconds = [float(each) for each in state["seconds"]]
+        # older states know nothing of computing
+        self.slower, self._computing = float(state.get("slower", 0.0)), state.get("computing")
+        self._computed = [float(each) for each in state.get("computed", ())]
