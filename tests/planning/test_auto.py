@@ -21,6 +21,7 @@ from hvd_adaptive.planning import (
     parse,
 )
 from hvd_adaptive.planning.budgets.auto import PRESETS
+from hvd_adaptive.planning.budgets.decision_costs import DecisionCosts
 from hvd_adaptive.planning.budgets.dense_control import DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
@@ -409,6 +410,9 @@ def test_costs_of_decisions_are_resumed() -> None:
     again.planner.load_state_dict(json.loads(json.dumps(world.planner.state_dict())))
     assert again.planner.state_dict() == world.planner.state_dict()
     assert world.decisions[-1].report["patience"] > 1
+    state = world.planner.state_dict()["budget"]["decision_costs"]
+    # older states hold the wait itself
+    assert DecisionCosts.from_dict({**state, "wait": 100}) == DecisionCosts.from_dict(state)
 
 
 def test_another_learning_rate_ends_patience() -> None:

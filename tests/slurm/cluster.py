@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 NODES = ("n1", "n2")
@@ -146,6 +147,11 @@ class Job:
         shown = self.show()
         code, _, number = shown["ExitCode"].partition(":")
         return shown["JobState"], int(code) or (128 + int(number) if int(number) else 0)
+
+    @property
+    def ended(self) -> float:
+        """When Slurm saw it end, in seconds since the epoch, to the second."""
+        return datetime.fromisoformat(self.show()["EndTime"]).timestamp()
 
     def wait_for(self, pattern: str, seconds: float = 240.0) -> re.Match[str]:
         """Waits for a line of output."""

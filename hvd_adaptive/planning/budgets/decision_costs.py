@@ -111,5 +111,5 @@ class DecisionCosts:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> DecisionCosts:
-        """As :meth:`to_dict` made it."""
-        return cls(**state)
+        """As :meth:`to_dict` made it; older states hold the wait, which follows from it."""
+        return cls(**{name: value for name, value in state.items() if name != "wait"})
