@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -270,6 +270,7 @@ def calibrated() -> str:
         (
             "Errors of other gradients",
             "Does L-GreCo save more if its errors are measured otherwise?",
+            f"{_by_error(ablation_rows(cases))} "
             "`relative`: errors relative to a layer's energy; `residual`: errors of the gradient with "
             "what waits; `single steps`: errors of single gradients, not of their sum. All over top-k, "
             f"on seed {SEEDS[0]}, after which nothing was chosen.",
@@ -277,6 +278,14 @@ def calibrated() -> str:
         ),
         end=missed(figures),
     )
+
+
+def _by_error(rows: Sequence[Sequence[object]]) -> str:
+    """What each of L-GreCo's errors saves of its part, model by model, and what is lost."""
+    found: dict[object, list[str]] = {}
+    for model, method, lost, *_, spared in rows[1:]:
+        found.setdefault(method, []).append(f"{model} {spared} ({lost})")
+    return "".join(f"`{method}`: {', '.join(each)}. " for method, each in found.items()).strip()
 
 
 def _out_of_reach(cases: Mapping[str, Any]) -> str:
