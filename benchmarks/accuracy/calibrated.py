@@ -32,7 +32,6 @@ from benchmarks.accuracy.seeds import (
     all_bytes,
     by_seed,
     losses,
-    lost,
     pairs_of,
     ranked,
     signed,
@@ -47,7 +46,8 @@ FEWER = {
     if each.options[-2:] == long_runs.LGRECO
 }
 """How many times fewer bytes than its reference L-GreCo is asked for, by family."""
-METHODS = {method: family for family in FEWER for method in (family, f"{family} lgreco")}
+PLANNED = {f"{family} lgreco": family for family in FEWER}
+METHODS = {method: family for planned, family in PLANNED.items() for method in (family, planned)}
 """Families, by method."""
 ABLATION = {
     f"topk lgreco {name}": ("--planner", f"lgreco:{option}")
@@ -186,18 +186,25 @@ def parts_of(cases: Mapping[str, Any], model: str, method: str) -> Parts | None:
     return Parts(1 - after / whole, small / whole, (after - small) / whole, fewer, later, spared)
 
 
+def known_parts(cases: Mapping[str, Any]) -> dict[tuple[str, str], Parts]:
+    """By model and family, as far as L-GreCo's savings can be explained."""
+    found = {
+        (model, family): parts_of(cases, model, method)
+        for model in calibration.MODELS
+        for method, family in PLANNED.items()
+    }
+    return {key: parts for key, parts in found.items() if parts is not None}
+
+
 def parts_rows(cases: Mapping[str, Any]) -> list[list[object]]:
     """A row for each model and family of which L-GreCo's savings can be explained."""
     heading = ("model", "family", "dense start", "small layers", "what a plan can spare")
     fewer = ("times fewer bytes at most", "L-GreCo", "after the dense start", "of what it can spare")
     table: list[list[object]] = [[*heading, *fewer]]
-    for model in calibration.MODELS:
-        for method, family in METHODS.items():
-            found = None if method == family else parts_of(cases, model, method)
-            if found is not None:
-                shares = (f"{100 * each:.0f} %" for each in (found.start, found.small, found.spared))
-                times = (found.most, found.fewer, found.later, found.compressed)
-                table.append([model, family, *shares, *(f"{each:.2f}" for each in times)])
+    for names, found in known_parts(cases).items():
+        shares = (f"{100 * each:.0f} %" for each in (found.start, found.small, found.spared))
+        times = (found.most, found.fewer, found.later, found.compressed)
+        table.append([*names, *shares, *(f"{each:.2f}" for each in times)])
     return table
 
 
@@ -205,18 +212,16 @@ def ablation_rows(cases: Mapping[str, Any]) -> list[list[object]]:
     """A row for each model and error of L-GreCo's, of the seed that has them all."""
     later = ("times fewer than its reference", "after the dense start", "of what it can spare")
     table: list[list[object]] = [["model", "method", "lost against dense", *later]]
-    seed, known = SEEDS[0], with_dense(cases)
-    ends = f" seed {seed}"
-    one = {title: run for title, run in known.items() if title.endswith(ends)}
+    ends = f" seed {SEEDS[0]}"
+    one = {title: run for title, run in with_dense(cases).items() if title.endswith(ends)}
     for model in calibration.MODELS:
-        dense = by_seed(one, model, DENSE).get(seed)
+        if not any(by_seed(one, model, each) for each in ABLATION):
+            continue
         for method in ("topk lgreco", *ABLATION):
-            found = parts_of(one, model, method)
-            if found and dense and any(by_seed(one, model, each) for each in ABLATION):
-                worse = signed(
-                    lost(by_seed(one, model, method)[seed], dense), "perplexity" in dense["score"]
-                )
+            found, lost = parts_of(one, model, method), losses(one, model, method)
+            if found and lost:
                 times = (found.fewer, found.later, found.compressed)
+                worse = signed(lost[0], of_text(cases, model))
                 table.append([model, method, worse, *(f"{each:.2f}" for each in times)])
     return table
 

@@ -245,6 +245,7 @@ def calibrated() -> str:
         if fewer is not None and found:
             lost = signed(fmean(found), of_text(cases, model))
             said.append(f"{model}, `{method}`: {fewer:.2f} times, {lost}")
+    by_error = ablation_rows(cases)
     asked = ", ".join(f"{least:g} ({family})" for family, least in FEWER.items())
     return section(
         "L-GreCo over levels that keep accuracy",
@@ -270,11 +271,11 @@ def calibrated() -> str:
         (
             "Errors of other gradients",
             "Does L-GreCo save more if its errors are measured otherwise?",
-            f"{_by_error(ablation_rows(cases))} "
+            f"{_by_error(by_error)} "
             "`relative`: errors relative to a layer's energy; `residual`: errors of the gradient with "
             "what waits; `single steps`: errors of single gradients, not of their sum. All over top-k, "
             f"on seed {SEEDS[0]}, after which nothing was chosen.",
-            of_rows(ablation_rows(cases)),
+            of_rows(by_error),
         ),
         end=missed(figures),
     )
@@ -290,16 +291,9 @@ def _by_error(rows: Sequence[Sequence[object]]) -> str:
 
 def _out_of_reach(cases: Mapping[str, Any]) -> str:
     """Which targets no plan could reach, and what L-GreCo saves of its part."""
-    from benchmarks.accuracy.calibrated import FEWER, METHODS, parts_of
-    from benchmarks.accuracy.calibration import MODELS
+    from benchmarks.accuracy.calibrated import FEWER, known_parts
 
-    planned = {method: family for method, family in METHODS.items() if method != family}
-    known = {
-        (model, family): parts
-        for model in MODELS
-        for method, family in planned.items()
-        if (parts := parts_of(cases, model, method))
-    }
+    known = known_parts(cases)
     beyond = [
         f"{model} `{family}` (at most {parts.most:.2f}, asked for {FEWER[family]:g})"
         for (model, family), parts in known.items()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["LEAST_APART", "SAMPLES", "Schedule"]
+__all__ = ["SAMPLES", "Schedule"]
 
 SAMPLES = 4
 """Steps of a period on which gradients are measured; the first is soon after it begins."""

@@ -339,8 +339,7 @@ def test_a_planner_stands_beside_the_level_that_it_starts_from() -> None:
 
 def level(nbytes: Sequence[Sequence[float]], accuracy: float = 0.9) -> dict[str, Any]:
     """A run of 100 steps, of which 5 are dense where top-k is at work."""
-    run = {"score": {"accuracy": accuracy}, "bytes": [*nbytes], "steps": 100, "losses": []}
-    return {"level": "topk:density=0.1", **run}
+    return {**finished(accuracy, 0.0), "bytes": [*nbytes], "level": "topk:density=0.1"}
 
 
 EXPLAINED = {

@@ -68,9 +68,8 @@ class DecisionCosts:
         if not self._elapsed:
             return 0
         price = max(self._price, self._last)
-        wait = self._kept + ((self._spent + price) / SHARE - self._elapsed) / (
-            self._elapsed / self._steps
-        )
+        missing = (self._spent + price) / SHARE - self._elapsed  # seconds of training
+        wait = self._kept + missing * self._steps / self._elapsed
         if self._exposed > 0:
             wait = min(wait, price / (SHARE * self._exposed))
         return max(0, math.ceil(wait - 1e-9))

@@ -87,12 +87,12 @@ class ForecastScore:
             self._settling -= 1
             return False
         self._seconds.append(seconds)
-        if computing is not None:
+        if self.dense and computing is not None:
             self._computed.append(computing)
         if len(self._seconds) < self.window:
             return False
-        known = self._computing is not None and self._computed
-        self.slower = float(np.median(self._computed)) - (self._computing or 0.0) if known else 0.0
+        foreseen, seen = self._computing or 0.0, self._computed
+        self.slower = float(np.median(seen)) - foreseen if seen else 0.0
         self.median, self._seconds, self._computed = float(np.median(self._seconds)), [], []
         self.windows += 1
         if self.expected is not None:
