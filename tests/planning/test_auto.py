@@ -440,6 +440,18 @@ def test_dense_steps_that_are_off_spare_the_network_and_tell_the_same() -> None:
     assert not any(each.report["measure_again"] for each in world.decisions)
 
 
+def test_forecasts_mended_by_dense_steps_do_not_put_off_measuring_a_slow_network() -> None:
+    world = World(mbit=1e5).run(400)
+    for _ in range(3):  # after each, it is longer before the next may be mended
+        world.compute *= 1.3
+        world.run(150)
+    assert not any(each.report["measure_again"] for each in world.decisions)
+    world.mbit = 30.0
+    world.run(50)
+    assert any(each.report["measure_again"] for each in world.decisions)
+    assert world.used() & {"topk", "qsgdinf"}
+
+
 def test_patience_ends_where_the_network_becomes_slow() -> None:
     world = World(mbit=1e5).run(3000)
     assert world.decisions[-1].report["patience"] == 8

@@ -14,7 +14,8 @@ __all__ = ["Remeasurement", "far_off"]
 LEAST_GAP, MOST_GAP = 50, 1600
 """Steps between measurements: doubled each time."""
 FAR_OFF, FAR_GAP = 1.5, 200
-"""By what factor steps are off where that is hardly chance, and the most such steps then."""
+"""By what factor steps are off where that is hardly chance; and the most such steps then, counted from
+the last measurement: what forecasts were since then mended by says nothing of another network."""
 QUIET = 4
 """Such gaps without a reason to measure, after which they may be half as long: where steps take now
 this and now that time, measuring helps for a while only, and costs as much as a dozen small steps."""
@@ -39,7 +40,9 @@ class Remeasurement:
     done: bool = False
     """Whether the last plan has asked for it."""
     _step: int = 0
+    """Of the last measurement, or of the last dense steps that did instead."""
     _gap: int = LEAST_GAP
+    _measured_step: int = 0
 
     def judge(self, score: ForecastScore, step: int) -> None:
         """A window of steps is complete: see whether two in a row were off."""
@@ -53,8 +56,9 @@ class Remeasurement:
 
     def _may(self, score: ForecastScore, step: int) -> bool:
         """Not again and again where measuring does not help, unless all is very different."""
-        gap = min(self._gap, FAR_GAP) if far_off(score) else self._gap
-        return step >= self._step + gap
+        if far_off(score):
+            return step >= self._measured_step + min(self._gap, FAR_GAP)
+        return step >= self._step + self._gap
 
     def spared(self, score: ForecastScore, step: int) -> bool:
         """Dense steps were off: whether a plan that goes by them is enough, and is due instead.
@@ -72,6 +76,7 @@ class Remeasurement:
         """A plan is there: whether it asks for a measurement."""
         asks, self.done, self.wanted = self.wanted, self.wanted, False
         if asks:
+            self._measured_step = step
             self._wait(step)
         return asks
 
@@ -83,7 +88,8 @@ class Remeasurement:
         return {
             "remeasure": self.wanted,
             "measured": self.done,
-            "measured_step": self._step,
+            "mended_step": self._step,
+            "measured_step": self._measured_step,
             "measure_gap": self._gap,
         }
 
@@ -93,8 +99,9 @@ class Remeasurement:
         return cls(
             bool(state["remeasure"]),
             bool(state["measured"]),
-            int(state["measured_step"]),
+            int(state.get("mended_step", state["measured_step"])),  # older states know one step
             int(state["measure_gap"]),
+            int(state["measured_step"]),
         )
 
 
