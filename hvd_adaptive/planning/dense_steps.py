@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,6 +62,11 @@ class DenseSteps:
         for each in (self.seconds, self.computing, self.launches):
             while len(each) > count:
                 each.popleft()
+
+    @property
+    def usual(self) -> float:
+        """Median of the seconds; infinite where there are none. Asked for after every step."""
+        return statistics.median(self.seconds) if self.seconds else math.inf
 
     def quantiles(self, share: float = 0.5) -> tuple[float, float]:
         """Seconds, and those without exposed communication, at a share of the steps: 0.5 is the median.

@@ -27,7 +27,7 @@ from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.gradient_signals import GradientSignals
 from hvd_adaptive.planning.least_time import TimeLimits
-from hvd_adaptive.planning.step_time import StepModel, spread
+from hvd_adaptive.planning.step_time import StepModel, StepSeconds, spread
 from tests.planning.helpers import costs_of
 
 LAG = 6
@@ -79,6 +79,7 @@ class World:
         self.levels = np.zeros(self.layers, np.int64)
         self.plans = 0
         self.pending: tuple[int, Decision] | None = None
+        self._alike: tuple[float, float, bytes] | None = None
         self.step = 0
         self.since = 0
         self.densities = np.concatenate([[1.0, 1.0], densities, np.ones(len(BITS))])
@@ -105,6 +106,13 @@ class World:
             costs, self.compute, ready, order, numel, (self.specs,) * self.layers, self.sizes
         )
 
+    def parts(self) -> StepSeconds:
+        """Of a step; foreseen once for all steps that are alike."""
+        alike = (self.mbit, self.compute, self.levels.tobytes())
+        if alike != self._alike:
+            self._alike, self._parts = alike, self.model(self.mbit).seconds(self.levels)
+        return self._parts
+
     def input(self) -> PlanningInput:
         """Residuals are full at once, and hold one over the density steps."""
         density = self.densities[self.levels]
@@ -128,7 +136,7 @@ class World:
 
     def run(self, steps: int, loss: Any = None, horizon: int | None = None) -> World:
         for _ in range(steps):
-            parts = self.model(self.mbit).seconds(self.levels)
+            parts = self.parts()
             compresses = bool((self.levels > 1).any())
             phase = np.random.default_rng([self.seed, self.step // 60]).standard_normal()
             here = np.random.default_rng([self.seed, 1, self.step]).standard_normal()

@@ -259,7 +259,7 @@ class AutoBudget(Budget):
 
     def _compare(self, seconds: float, share: float) -> None:
         """Have dense steps follow, if compressed ones take longer than these did."""
-        usual = self._dense.quantiles()[0] if self._dense.seconds else math.inf
+        usual = self._dense.usual
         if self._levels is None or self._again.wanted or self._score.expected is None:
             return
         if not self._control.looks_slower(seconds, usual, self._step, share):

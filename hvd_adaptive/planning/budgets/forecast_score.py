@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from hvd_adaptive.planning.explanation import in_ms
 
@@ -74,7 +73,7 @@ class ForecastScore:
     @property
     def early(self) -> float | None:
         """The median of the running window, if it has :data:`HANDFUL` steps by now."""
-        return float(np.median(self._seconds)) if len(self._seconds) >= HANDFUL else None
+        return statistics.median(self._seconds) if len(self._seconds) >= HANDFUL else None
 
     @property
     def settled(self) -> bool:
@@ -92,8 +91,8 @@ class ForecastScore:
         if len(self._seconds) < self.window:
             return False
         foreseen, seen = self._computing or 0.0, self._computed
-        self.slower = float(np.median(seen)) - foreseen if seen else 0.0
-        self.median, self._seconds, self._computed = float(np.median(self._seconds)), [], []
+        self.slower = statistics.median(seen) - foreseen if seen else 0.0
+        self.median, self._seconds, self._computed = statistics.median(self._seconds), [], []
         self.windows += 1
         if self.expected is not None:
             missed = abs(self.median - self.expected) > TOLERANCE * self.expected
