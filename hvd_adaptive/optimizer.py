@@ -30,9 +30,9 @@ from hvd_adaptive.arguments import (
 )
 from hvd_adaptive.collectives import AUTO, reduces_in_nodes
 from hvd_adaptive.comm import world as worlds
-from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import ChannelControl
 from hvd_adaptive.comm.excepthook import name_this_rank
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 from hvd_adaptive.comm.request import ADASUM, AVERAGE
 from hvd_adaptive.comm.transport import ProcessSet
 from hvd_adaptive.comm.watchdog import watch
@@ -188,7 +188,7 @@ def _build(world: World, arguments: Arguments) -> torch.optim.Optimizer:
     process_set = arguments.process_set
     # a rank that names no ranks tells all of them, or those that wait for it would never hear
     known = process_set if world.is_process_set(process_set) else world.everyone
-    control = Control(f"hva.{number}.control", known)
+    control = ProcessSetControl(f"hva.{number}.control", known)
     elastic = world.is_elastic and known.included()
     active = known.included() and (known.size() > 1 or elastic)  # as Horovod decides it
     name_this_rank(world.rank)
@@ -227,7 +227,7 @@ def _reducer(
     world: World,
     arguments: Arguments,
     checked: Checked,
-    control: Control,
+    control: ProcessSetControl,
     meter: Meter,
     prefix: str,
     active: bool,
@@ -284,7 +284,7 @@ def _reducer(
 
 
 def _nodes(
-    config: CompressionConfig, control: Control, process_set: ProcessSet, active: bool
+    config: CompressionConfig, control: ProcessSetControl, process_set: ProcessSet, active: bool
 ) -> tuple[NodeGroups | None, str]:
     """The nodes of the ranks, where a scheme reduces in a node first or may do so; and why none does.
 
@@ -540,7 +540,10 @@ _NOT_METHODS = ("__dict__", "__weakref__", "__annotations__", "__doc__")
 
 
 def _open_meter(
-    telemetry: Telemetry | str | os.PathLike[str] | None, control: Control, active: bool, ranks: int
+    telemetry: Telemetry | str | os.PathLike[str] | None,
+    control: ProcessSetControl,
+    active: bool,
+    ranks: int,
 ) -> Meter:
     """The meter; where rank 0 cannot write, all ranks say so."""
 
@@ -554,7 +557,7 @@ def _open_meter(
     return control.agree("DistributedOptimizer", build, lambda _: {}, alone=not active)
 
 
-def _placement(world: World, control: Control | None, ranks: int) -> Placement:
+def _placement(world: World, control: ProcessSetControl | None, ranks: int) -> Placement:
     """Where the ranks run: which of them share this machine's cores, and how many cores these are."""
     host, cores = socket.gethostname(), usable_cores()
     if control is None:

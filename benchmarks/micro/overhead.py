@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness import command_line, lab
 from benchmarks.report import report
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import Request
 from hvd_adaptive.comm.transport import Transport
 
@@ -146,11 +148,21 @@ class LoneTransport(Transport):
         del request, received
         return 0
 
+    def link_costs(self, prefix: str) -> LinkCosts:
+        """There is no link."""
+        del prefix
+        return LinkCosts.of_gigabit()
 
-class LoneControl:
+    def link_look(self, prefix: str) -> tuple[float, float]:
+        """Likewise."""
+        costs = self.link_costs(prefix)
+        return costs.allgather, costs.allgather_byte
+
+
+class LoneControl(Control):
     """Agreement of one rank with itself."""
 
-    size = 1
+    size, rank = 1, 0
 
     def allgather(self, value: Any) -> list[Any]:
         """Its own value, as it would come back from others."""
@@ -191,7 +203,7 @@ def _overhead(compression: str, layers: int, buckets: int, repeats: int) -> list
         [(f"{index}", p) for index, p in enumerate(params)],
         CompressionConfig.of(compression, None, None),
         ReducerOptions(bucket_cap_bytes=cap),
-        LoneControl(),  # type: ignore[arg-type]
+        LoneControl("lone"),
         exchange,
     )
     times = []

@@ -41,7 +41,7 @@ from hvd_adaptive.adaptation.timing import CollectiveTiming, local_measurements
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.comm.control_channel import Channel, Pending
-from hvd_adaptive.comm.excepthook import told_by, told_here
+from hvd_adaptive.comm.failure import told_by, told_here
 from hvd_adaptive.compressors.base import CodecState, Compressor, Level
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import (

@@ -53,7 +53,7 @@ class ChannelControl(Control):
     """
 
     def __init__(self, control: Control, channel: Callable[[], Channel]) -> None:
-        super().__init__(control.name, control._given)
+        super().__init__(control.name)
         self._control = control
         self._channel = channel
 
@@ -66,6 +66,10 @@ class ChannelControl(Control):
     def rank(self) -> int:
         """Position of this rank among those that take part."""
         return self._control.rank
+
+    def number_of(self, rank: int) -> int:
+        """The number among all ranks of one that takes part."""
+        return self._control.number_of(rank)
 
     def allgather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, as they come back from JSON."""

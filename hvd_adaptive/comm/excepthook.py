@@ -18,43 +18,15 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from hvd_adaptive.comm import watchdog
-from hvd_adaptive.comm.failure import LostRankError, means_lost_rank
-
-ErrorT = TypeVar("ErrorT", bound=BaseException)
+from hvd_adaptive.comm.failure import LostRankError, means_lost_rank, teller_of
 
 SECONDS_TO_END: Final = 10
 """For what runs at a process's exit, after an uncaught exception."""
 CONSEQUENCE: Final = re.compile("Horovod has been shut down|gloo/transport")
 """What Horovod says where another rank is gone; else it says what was wrong."""
-_TOLD_BY: Final = "_hva_told_by"
-
-
-def told_by(who: str, error: ErrorT) -> ErrorT:
-    """Mark an error that several ranks raise for the same reason: another one prints it in full.
-
-    Example:
-        >>> raise told_by("rank 0", ValueError("the ranks disagree"))
-        Traceback (most recent call last):
-        ValueError: the ranks disagree
-    """
-    setattr(error, _TOLD_BY, who)
-    return error
-
-
-def told_here(error: ErrorT) -> ErrorT:
-    """Mark an error that several ranks raise for the same reason: this one prints it in full.
-
-    Whichever of them ends first: else each could name another one that says more.
-
-    Example:
-        >>> raise told_here(ValueError("the ranks disagree"))
-        Traceback (most recent call last):
-        ValueError: the ranks disagree
-    """
-    return told_by("", error)
 
 
 def name_this_rank(rank: int) -> None:
@@ -122,7 +94,7 @@ def last_words(rank: int, error: BaseException) -> tuple[str, bool]:
                 'line of the rank that "failed", for the launcher\'s "exited on signal", or for '
                 f'Horovod\'s "Missing ranks". Horovod only says: {what}\n'
             ), False
-    teller = getattr(error, _TOLD_BY, None)
+    teller = teller_of(error)
     event = watchdog.failed(what)
     if teller is None and event is not None and event.rank != rank:
         teller = f"rank {event.rank}"

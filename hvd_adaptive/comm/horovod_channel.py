@@ -23,6 +23,7 @@ from hvd_adaptive.comm.control_channel import Channel, Pending
 from hvd_adaptive.comm.horovod_exit import leave_together
 from hvd_adaptive.comm.horovod_tensors import tensors_held
 from hvd_adaptive.comm.horovod_transport import leftovers_dropped
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 
 T = TypeVar("T")
 
@@ -193,13 +194,14 @@ class HorovodChannel(Channel):
 
     def broadcast(self, message: str) -> str:
         """The first of what all ranks gather."""
-        control = Control(f"{self._name}.plan", self._process_set)
+        control = ProcessSetControl(f"{self._name}.plan", self._process_set)
         mine = message if control.rank == 0 else None
         return str(control.allgather(mine)[0])
 
     def exchange(self, message: str) -> list[str]:
         """As small objects are gathered."""
-        return [*map(str, Control(f"{self._name}.exchange", self._process_set).allgather(message))]
+        control = ProcessSetControl(f"{self._name}.exchange", self._process_set)
+        return [*map(str, control.allgather(message))]
 
     def _reduce(self, values: Float64s, operation: Any) -> Pending:
         with leftovers_dropped(), tensors_held():

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hvd_adaptive.comm import launcher
 from hvd_adaptive.comm.horovod_tensors import tensors_held
+from hvd_adaptive.comm.network import NetworkTransport
 from hvd_adaptive.comm.request import Group, Request
-from hvd_adaptive.comm.transport import JoinedRankError, Transport, assembled
+from hvd_adaptive.comm.transport import JoinedRankError, assembled
 
 _Handle: TypeAlias = int | Callable[[], Tensor]
 
@@ -53,7 +54,7 @@ def leftovers_dropped() -> Iterator[None]:
         raise HorovodInternalError(f"left over from before Horovod's restart: {error}") from error
 
 
-class HorovodTransport(Transport):
+class HorovodTransport(NetworkTransport):
     """See :class:`~hvd_adaptive.comm.transport.Transport`.
 
     Horovod finds operations by their names, and runs all of them in the order in which its first rank

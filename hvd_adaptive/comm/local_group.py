@@ -390,12 +390,9 @@ class LocalControl(Control):
     def allgather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, as they come back from JSON."""
         texts = self._rank.start(
-            self._name, json.dumps(value), lambda given: [list(given)] * len(given)
+            self.name, json.dumps(value), lambda given: [list(given)] * len(given)
         )()
         return [json.loads(text) for text in texts]
-
-    def _number_of(self, rank: int) -> int:
-        return rank
 
 
 class LocalChannel(Channel):

@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from hvd_adaptive.comm import launcher, torch_startup
-from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 
 # A tenth of a core where computing takes all of it: what sends is late, but never starves.
 NICENESS = 10
@@ -123,7 +123,7 @@ def _start_horovod(
         with ThreadPoolExecutor(1, initializer=_give_way, initargs=(niceness,)) as pool:
             pool.submit(start, *args, **kwargs).result()
     if hierarchical and not launcher.is_elastic():
-        node_groups(Control("hva.init.nodes"))
+        node_groups(ProcessSetControl("hva.init.nodes"))
 
 
 def yield_where_crowded() -> bool:

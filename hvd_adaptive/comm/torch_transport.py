@@ -20,11 +20,12 @@ from typing import ClassVar, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from hvd_adaptive.comm.network import NetworkTransport
 from hvd_adaptive.comm.request import AVERAGE, Group, Request
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.comm.torch_operations import Groups, losses_named
 from hvd_adaptive.comm.torch_ranks import TorchRanks, backend_of
-from hvd_adaptive.comm.transport import Transport, assembled, scaled
+from hvd_adaptive.comm.transport import assembled, scaled
 
 _Result: TypeAlias = tuple[Tensor, "torch.cuda.Event | None"]
 _LANES: Final = {"0": "first", "1": "second"}
@@ -34,7 +35,7 @@ _SECONDS_TO_END: Final = 1.0
 """For an operation that is under way when its transport is no longer needed."""
 
 
-class TorchTransport(Transport):
+class TorchTransport(NetworkTransport):
     """See :class:`~hvd_adaptive.comm.transport.Transport`.
 
     All ranks make one at the same time. Cost: some threads and, between each two ranks, connections

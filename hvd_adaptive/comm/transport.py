@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.link_costs import LinkCosts, look_at_link, measure_link
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.request import AVERAGE, Group, Request, nbytes_of, operation_bytes
 from hvd_adaptive.comm.topology import Topology
 
@@ -168,13 +168,23 @@ class Transport(ABC):
         del handle
         return False
 
+    @abstractmethod
     def link_costs(self, prefix: str) -> LinkCosts:
-        """What operations among these ranks cost, as they are now; all ranks call it."""
-        return measure_link(self, prefix)
+        """What operations among these ranks cost, as they are now; all ranks call it.
 
+        Args:
+            prefix: of the names of the operations that are timed.
+        """
+
+    @abstractmethod
     def link_look(self, prefix: str) -> tuple[float, float]:
-        """What tells whether they still are what they were; all ranks call it."""
-        return look_at_link(self, prefix)
+        """Seconds of a small allgather and of a byte in a large one; all ranks call it.
+
+        They tell whether costs still are what they were (:meth:`LinkCosts.still`), and take less time.
+
+        Args:
+            prefix: as of :meth:`link_costs`.
+        """
 
     def traffic(self, request: Request, received: int) -> int:
         """Bytes that this rank puts on its link for an operation, in one direction.

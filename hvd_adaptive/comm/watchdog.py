@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from hvd_adaptive.comm.agreement import Control
+    from hvd_adaptive.comm.process_set_control import ProcessSetControl
 
 Message: TypeAlias = dict[str, Any]
 """JSON, one per line; an empty one is a sign of life. Nothing in it is executed."""
@@ -64,7 +64,7 @@ class Peer(NamedTuple):
 # --- what the others call -------------------------------------------------------------------------
 
 
-def watch(control: Control) -> None:
+def watch(control: ProcessSetControl) -> None:
     """Watch these ranks from now on; all of them call it.
 
     Once per process: a second optimizer's ranks are not watched again. As with Horovod's own check of

@@ -11,19 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.control_channel import Channel
 from hvd_adaptive.comm.request import Group
 from hvd_adaptive.comm.topology import Topology
 from hvd_adaptive.comm.transport import ProcessSet, Transport
-
-if TYPE_CHECKING:
-    from hvd_adaptive.comm.agreement import Control
-    from hvd_adaptive.comm.control_channel import Channel
 
 NODES_REMEDY: Final = (
     "call hvd_adaptive.init(hierarchical=True) in the place of hvd.init(), or set "

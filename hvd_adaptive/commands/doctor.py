@@ -104,12 +104,12 @@ def _together(mine: RankFacts) -> tuple[tuple[RankFacts, ...], dict[str, Any]]:
     """What all ranks see, and what lies between them."""
     import horovod.torch as hvd
 
-    from hvd_adaptive.comm.agreement import Control
     from hvd_adaptive.comm.horovod_transport import HorovodTransport
+    from hvd_adaptive.comm.process_set_control import ProcessSetControl
     from hvd_adaptive.comm.topology import Topology
     from hvd_adaptive.commands.diagnosis.probe import measure_links
 
-    control = Control("hva.doctor.control")
+    control = ProcessSetControl("hva.doctor.control")
     everyone = tuple(map(RankFacts.of_message, control.allgather(mine.as_message())))
     transport = HorovodTransport(hvd.Average, hvd.global_process_set)
     costs = transport.link_costs("hva.doctor")

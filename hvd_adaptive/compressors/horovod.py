@@ -13,18 +13,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_adaptive import rng
-from hvd_adaptive.compressors.base import LayerContext, Payload, all_finite
+from hvd_adaptive.compressors.base import LayerContext, LinearCompressor, Payload, all_finite
 from hvd_adaptive.layers import SMALL_NUMEL
 from hvd_adaptive.wire import sparse as wire_sparse
-
-if TYPE_CHECKING:
-    from hvd_adaptive.compressors.randomk import RandomK
 
 
 class ClassOrInstanceMethod:
@@ -66,14 +63,14 @@ class Sent:
     token: float
 
 
-_rounds: dict[RandomK, _Rounds] = {}
+_rounds: dict[LinearCompressor, _Rounds] = {}
 """Of each compressor: equal ones are one and the same to Horovod's optimizers."""
 _TOKENS = 7
 _NEAR = 0.05
 """Relative error of a mean of equal small whole numbers, in half precision, at most."""
 
 
-def compress(compressor: RandomK, tensor: Tensor) -> tuple[Tensor, Sent | None]:
+def compress(compressor: LinearCompressor, tensor: Tensor) -> tuple[Tensor, Sent | None]:
     """Some random values of a gradient, the same elements on all ranks, and a token.
 
     Biases, norms and tensors under 1,024 elements are sent as they are. Cost: a copy of the gradient.
@@ -86,7 +83,7 @@ def compress(compressor: RandomK, tensor: Tensor) -> tuple[Tensor, Sent | None]:
     if compressor not in _rounds and compressor.biased:
         warnings.warn(
             "randomk under hvd.DistributedOptimizer keeps nothing of what it leaves out: the expected "
-            f"gradient is {compressor.density:g} times the whole. Write unbiased=True, or use "
+            f"gradient is {compressor.level:g} times the whole. Write unbiased=True, or use "
             "hvd_adaptive.DistributedOptimizer, which has error feedback",
             RuntimeWarning,
             stacklevel=3,
@@ -98,16 +95,16 @@ def compress(compressor: RandomK, tensor: Tensor) -> tuple[Tensor, Sent | None]:
     token = float(1 + rng.mix(key) % _TOKENS)
     x = tensor.detach().reshape(-1).to(torch.float32, copy=True)
     if all_finite(x):
-        values = compressor.compress_(x, compressor.density, LayerContext(key)).data
+        values = compressor.compress_(x, compressor.level, LayerContext(key)).data
     else:
-        count = wire_sparse.count_of(x.numel(), compressor.density)
+        count = wire_sparse.count_of(x.numel(), compressor.level)
         values = x.new_full((count,), torch.nan, dtype=compressor.wire_dtype)
     return torch.cat([values, values.new_full((1,), token)]), Sent(
         tensor.shape, tensor.dtype, key, token
     )
 
 
-def decompress(compressor: RandomK, tensor: Tensor, ctx: Sent | None) -> Tensor:
+def decompress(compressor: LinearCompressor, tensor: Tensor, ctx: Sent | None) -> Tensor:
     """The gradient that the reduced values are of, 0 elsewhere; NaN where some rank was not finite.
 
     Raises:
@@ -129,6 +126,6 @@ def decompress(compressor: RandomK, tensor: Tensor, ctx: Sent | None) -> Tensor:
     if not all_finite(values):
         out.fill_(torch.nan)
     else:
-        payload = Payload(values, out.numel(), compressor.density, ctx.key)
+        payload = Payload(values, out.numel(), compressor.level, ctx.key)
         compressor.decompress_add_(payload, out)
     return out.view(ctx.shape).to(ctx.dtype)

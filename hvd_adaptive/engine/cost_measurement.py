@@ -11,12 +11,12 @@ import torch
 from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
-from hvd_adaptive.comm.link_costs import (
+from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.network import (
     CARRIED,
     LARGE_REPEATS,
     LEAST_BYTE,
     SMALL_REPEATS,
-    LinkCosts,
     operation_seconds,
 )
 from hvd_adaptive.comm.request import Request

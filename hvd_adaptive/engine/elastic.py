@@ -28,6 +28,7 @@ from horovod.torch.elastic.state import (
 from torch import Tensor
 
 from hvd_adaptive.adaptation.base import Controller
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.engine.reducer import Reducer
@@ -143,6 +144,8 @@ class ElasticReducer(Reducer):
         new_controller: makes a controller for the current ranks; does not communicate.
         configure: writes the settings for a number of ranks into telemetry.
     """
+
+    _control: ProcessSetControl
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class KnownCosts:
     def link(self, compressors: Iterable[Compressor] = ()) -> LinkCosts:
         """Measure what is not known yet; all ranks then know what rank 0 has found.
 
-        Cost: see :func:`~hvd_adaptive.comm.link_costs.measure_link`, once, and 50 ms per compressor.
+        Cost: see :func:`~hvd_adaptive.comm.network.measure_link`, once, and 50 ms per compressor.
 
         Args:
             compressors: whose :meth:`codec` will be asked for; all of gathered payloads.

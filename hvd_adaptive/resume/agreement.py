@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm import world
-from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def run_on_all_ranks(what: str, action: Callable[[], T]) -> T:
         result = action()
     except (OSError, ValueError) as error:
         problem = str(error)
-    problems: list[str | None] = Control(f"agree.{what}").allgather(problem)
+    problems: list[str | None] = ProcessSetControl(f"agree.{what}").allgather(problem)
     if any(message is not None for message in problems):
         raise RunError(f"{what}: " + _by_rank(problems))
     return result  # type: ignore[return-value]
@@ -82,7 +82,7 @@ def require_equal(what: str, value: Mapping[str, Any]) -> None:
     Raises:
         RunError: on all ranks, if they differ.
     """
-    values: list[Mapping[str, Any]] = Control(f"equal.{what}").allgather(dict(value))
+    values: list[Mapping[str, Any]] = ProcessSetControl(f"equal.{what}").allgather(dict(value))
     for rank, other in enumerate(values):
         for key in values[0]:
             if other.get(key) != values[0][key]:

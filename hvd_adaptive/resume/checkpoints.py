@@ -25,7 +25,7 @@ from torch import nn
 
 from hvd_adaptive.checkpoint import merge_compression_states
 from hvd_adaptive.comm import world
-from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 from hvd_adaptive.resume.agreement import RunError, run_on_all_ranks
 from hvd_adaptive.rng import mix
 
@@ -107,7 +107,7 @@ class Checkpoints:
             RunError: on all ranks, if any rank could not write.
         """
         digest = run_on_all_ranks("saving a checkpoint", lambda: self._save_rank(position.step))
-        digests = Control("checkpoint.digests").allgather(digest)
+        digests = ProcessSetControl("checkpoint.digests").allgather(digest)
         run_on_all_ranks("saving a checkpoint", lambda: self._save_common(position, digests))
         self._remove_old()
         return self._manifest_path(position.step)
@@ -183,14 +183,14 @@ class Checkpoints:
         manifest = run_on_all_ranks(
             "resuming", lambda: self._read_manifest(step) if self.rank == 0 else None
         )
-        manifest = Control("checkpoint.manifest").hand_out(manifest)
+        manifest = ProcessSetControl("checkpoint.manifest").hand_out(manifest)
         position = Position(**manifest["position"])
         # Rank 0's file is sent by broadcast, so that only the rank files must be on every host.
         path = self._common_path(step)
         common = run_on_all_ranks(
             "resuming", lambda: self._read(path, manifest) if self.rank == 0 else None
         )
-        common = Control("checkpoint.common").hand_out(common)
+        common = ProcessSetControl("checkpoint.common").hand_out(common)
         if manifest["ranks"] == self.ranks:
             path = self._rank_path(step, self.rank)
             # All have read theirs before any loads: the compression state is loaded by all together.
@@ -205,7 +205,7 @@ class Checkpoints:
         merged = run_on_all_ranks(
             "resuming", lambda: self._read_merged(step, manifest) if self.rank == 0 else None
         )
-        merged = Control("checkpoint.merged").hand_out(merged)
+        merged = ProcessSetControl("checkpoint.merged").hand_out(merged)
         # No rank can continue with the random numbers that another one drew.
         torch.manual_seed(mix((step << 24) + self.rank) >> 1)
         own = {"rng": torch.get_rng_state(), "compression": merged}
@@ -229,7 +229,8 @@ class Checkpoints:
     def _newest(self) -> int | None:
         """Rank 0's view, on all ranks: another one's may be older, or of another disk."""
         steps = run_on_all_ranks("looking for checkpoints", self._by_progress)
-        newest: int | None = Control("checkpoint.newest").hand_out(steps[-1] if steps else None)
+        control = ProcessSetControl("checkpoint.newest")
+        newest: int | None = control.hand_out(steps[-1] if steps else None)
         return newest
 
     def _by_progress(self) -> list[int]:

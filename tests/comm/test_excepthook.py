@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 from hvd_adaptive.comm import watchdog
-from hvd_adaptive.comm.excepthook import last_words, told_by, told_here
+from hvd_adaptive.comm.excepthook import last_words
+from hvd_adaptive.comm.failure import told_by, told_here
 
 
 @pytest.fixture

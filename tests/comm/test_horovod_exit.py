@@ -33,11 +33,12 @@ LAST_RESULT = """
 import sys, time
 import horovod.torch as hvd, numpy as np
 import hvd_adaptive as hva
-from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.horovod_channel import open_channel
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 
 hva.init()
-channel = open_channel("last result", Control("last result", hvd.global_process_set))
+control = ProcessSetControl("last result", hvd.global_process_set)
+channel = open_channel("last result", control)
 mean = channel.mean(np.arange(3.0))
 if hvd.rank() == 0:
     time.sleep(0.3)  # held up while the other one ends

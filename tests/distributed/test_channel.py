@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adaptive.comm.agreement import Control
 from hvd_adaptive.comm.control_channel import Channel, ChannelControl
 from hvd_adaptive.comm.horovod_channel import (
     HorovodChannel,
     MpiChannel,
     open_channel,
 )
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 from tests.distributed.workloads import ours
 
 KINDS = ["mpi", "horovod"]
@@ -61,7 +61,7 @@ def test_messages_of_any_length_reach_all(kind: str) -> None:
     channel = make(kind)
     for _ in range(3):
         assert channel.exchange(texts[hvd.rank()]) == texts
-    agreement = ChannelControl(Control("test.agreement"), lambda: channel)
+    agreement = ChannelControl(ProcessSetControl("test.agreement"), lambda: channel)
     assert agreement.allgather({"rank": hvd.rank()}) == [{"rank": rank} for rank in range(hvd.size())]
     assert agreement.decide(lambda: [hvd.rank(), "built"]) == [0, "built"]
     with pytest.raises(ValueError, match="nothing there" if hvd.rank() == 0 else "") as caught:
@@ -149,5 +149,5 @@ def test_some_ranks_can_have_one_of_their_own(kind: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_mpi_is_used_where_all_ranks_have_it() -> None:
-    channel = open_channel("test.open", Control("test.open.control"))
+    channel = open_channel("test.open", ProcessSetControl("test.open.control"))
     assert channel.name == ("mpi4py" if hvd.mpi_enabled() else "horovod")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hvd_adaptive as hva
 from hvd_adaptive import rng
-from hvd_adaptive.comm import agreement
+from hvd_adaptive.comm import process_set_control
 from hvd_adaptive.compressors import (
     REGISTRY,
     Compressor,
@@ -604,7 +604,8 @@ def test_more_than_mpi_can_gather_is_an_error_on_all_ranks(monkeypatch: pytest.M
     set_gradients(model, {name: torch.full(shape, hvd.rank()) for name, shape in SHAPES.items()})
     with pytest.raises(TooLargeError, match=r"rank 1 has .* at most 5000"):
         optimizer.step()
-    monkeypatch.setattr(agreement, "MAX_GATHERED_BYTES", 2 * 100)
-    assert agreement.Control("small").allgather(hvd.rank()) == [0, 1]
+    monkeypatch.setattr(process_set_control, "MAX_GATHERED_BYTES", 2 * 100)
+    control = process_set_control.ProcessSetControl
+    assert control("small").allgather(hvd.rank()) == [0, 1]
     with pytest.raises(RuntimeError, match="rank 0 has 202 bytes to tell"):
-        agreement.Control("large").allgather("x" * 200 if hvd.rank() == 0 else "")
+        control("large").allgather("x" * 200 if hvd.rank() == 0 else "")

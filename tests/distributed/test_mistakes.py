@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_adaptive.comm.agreement import Control
+from hvd_adaptive.comm.process_set_control import ProcessSetControl
 from tests.distributed.workloads import assert_ranks_agree, loss_of, make_model, ours, plain_step, sgd
 
 OWN_LEVELS = "kimad+:seconds=1,per_worker=true"
@@ -211,7 +211,7 @@ def test_whatever_a_rank_raises_while_ranks_agree_reaches_the_others(
     def fail(*_: Any) -> Any:
         raise error
 
-    control = Control("whatever")
+    control = ProcessSetControl("whatever")
     build, digest = (lambda: 1), (lambda _: {"value": "1"})
     if on_last_rank():
         build, digest = (fail, digest) if where == "build" else (build, fail)
@@ -224,7 +224,7 @@ def test_whatever_a_rank_raises_while_ranks_agree_reaches_the_others(
 
 @pytest.mark.ranks(2)
 def test_a_decision_that_cannot_be_told_is_an_error_on_every_rank() -> None:
-    control = Control("undecided")
+    control = ProcessSetControl("undecided")
     first = hvd.rank() == 0
     with pytest.raises(TypeError if first else RuntimeError, match="not JSON serializable"):
         control.decide(object)
@@ -237,7 +237,7 @@ def test_an_interrupt_while_ranks_agree_is_let_through() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Control("interrupted").agree("a test", interrupted, lambda _: {})
+        ProcessSetControl("interrupted").agree("a test", interrupted, lambda _: {})
 
 
 @pytest.mark.ranks(2)

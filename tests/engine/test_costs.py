@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hvd_adaptive.collectives.costs import CodecCosts
-from hvd_adaptive.comm.link_costs import CARRIED, look_at_link, measure_link
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport
+from hvd_adaptive.comm.network import CARRIED, look_at_link, measure_link
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
 from hvd_adaptive.engine import cost_measurement, known_costs

@@ -17,8 +17,9 @@ from hvd_adaptive.buckets import Bucket  # noqa: E402
 from hvd_adaptive.checkpoint import check_state  # noqa: E402
 from hvd_adaptive.collectives import encoded_schemes  # noqa: E402
 from hvd_adaptive.collectives.costs import CodecCosts, Workload  # noqa: E402
-from hvd_adaptive.comm.link_costs import LayerCosts, LinkCosts, measure_link  # noqa: E402
+from hvd_adaptive.comm.link_costs import LayerCosts, LinkCosts  # noqa: E402
 from hvd_adaptive.comm.local_group import LocalGroup, LocalTransport  # noqa: E402
+from hvd_adaptive.comm.network import measure_link  # noqa: E402
 from hvd_adaptive.comm.request import Request  # noqa: E402
 from hvd_adaptive.comm.topology import Topology  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
