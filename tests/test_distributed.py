@@ -21,11 +21,15 @@ from tests.harness.rank_launcher import (
 pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-# The first test of a size waits for all of that size, whose ranks have time limits of their own.
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(MOST_SECONDS)]
-
 SIZES = (1, 2, 4)
 SMOKE_SIZE = 16
+
+# The first test waits for all of them, whose ranks have time limits of their own.
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.timeout((len(SIZES) + 1) * MOST_SECONDS),
+]
 
 FUNCTIONS = [
     function for file in sorted(DISTRIBUTED.glob("test_*.py")) for function in functions_in(file)
@@ -44,7 +48,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Launches:
-    """Starts the ranks when the first test of a size asks, with all the tests of this session."""
+    """Starts the ranks when the first test asks, with all the tests of this session.
+
+    One number of ranks after the other, and all together alone on the machine: for each the other
+    worker's test would have to end first, while nothing else runs.
+    """
 
     def __init__(self, session: pytest.Session, factory: pytest.TempPathFactory) -> None:
         self._selected: dict[int, list[Function]] = {}
@@ -60,16 +68,19 @@ class Launches:
         warm_kernels()
 
     def verdict(self, size: int, function: Function) -> Verdict:
-        if size not in self._verdicts:
-            folder = self._factory.mktemp(f"ranks{size}")
+        if not self._verdicts:
             with self._room.alone():
-                self._verdicts[size], launches = run(size, self._selected[size], folder)
-            seconds = ", ".join(f"{launch.seconds:.0f}" for launch in launches)
-            found = self._verdicts[size]
-            slowest = sorted(found, key=lambda each: -found[each].seconds)[:5]
-            told = ", ".join(f"{each.partition('::')[2]} {found[each].seconds:.0f}" for each in slowest)
-            print(f"{size} ranks: {len(launches)} launch(es), {seconds} s; slowest: {told} s")
+                for each, functions in self._selected.items():
+                    self._launch(each, functions)
         return self._verdicts[size][function.id]
+
+    def _launch(self, size: int, functions: list[Function]) -> None:
+        found, launches = run(size, functions, self._factory.mktemp(f"ranks{size}"))
+        self._verdicts[size] = found
+        seconds = ", ".join(f"{launch.seconds:.0f}" for launch in launches)
+        slowest = sorted(found, key=lambda each: -found[each].seconds)[:5]
+        told = ", ".join(f"{each.partition('::')[2]} {found[each].seconds:.0f}" for each in slowest)
+        print(f"{size} ranks: {len(launches)} launch(es), {seconds} s; slowest: {told} s")
 
 
 @pytest.fixture(scope="module")
