@@ -14,6 +14,7 @@ Ranks are those of the process set here.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -247,11 +248,11 @@ class AdaptationController:
         """Have this step looked at, and let the planner learn from the one before."""
         self._learn_from_last_step()
         if self._step.wanted:
-            facts = local_measurements(step, seconds, learning_rate, timings, self._needs)
             known = {"factor": self._factor, **self.outlook.of_step()}
-            if np.isfinite(samples := self._meter.samples_per_step):
+            if math.isfinite(samples := self._meter.samples_per_step):
                 known["samples"] = samples
-            self._step.begin(replace(facts, **known), timings, self._decided)
+            facts = local_measurements(step, seconds, learning_rate, timings, self._needs, **known)
+            self._step.begin(facts, timings, self._decided)
 
     def _learn_from_last_step(self) -> None:
         """Have the planner observe it, once all ranks have reported theirs."""

@@ -344,11 +344,12 @@ def spans(numbers: Sequence[int], holds: Callable[[int], bool]) -> list[tuple[in
     return found
 
 
-def _launches(model: StepModel, buckets: Int64s) -> Float64s:
+def _launches(model: StepModel, buckets: Int64s) -> list[float]:
     """Seconds from each bucket's launch, when its last gradient is there, to the end of the pass."""
     found = np.full(int(buckets.max(initial=0)) + 1, np.inf)
     np.minimum.at(found, buckets, -model.ready)
-    return np.where(np.isfinite(found), found, 0.0)
+    seconds: list[float] = np.where(np.isfinite(found), found, 0.0).tolist()
+    return seconds
 
 
 def _level(label: str) -> float:

@@ -47,6 +47,7 @@ def local_measurements(
     learning_rate: float | None,
     timings: Sequence[CollectiveTiming],
     needs: frozenset[Measurement],
+    **known: Any,
 ) -> StepMeasurements:
     """What this rank knows of a step by itself.
 
@@ -56,8 +57,9 @@ def local_measurements(
         learning_rate: of the optimizer.
         timings: the step's collectives.
         needs: what the planner asks for.
+        known: further fields.
     """
-    facts: dict[str, Any] = {"seconds": seconds, "learning_rate": learning_rate}
+    facts = {**known, "seconds": seconds, "learning_rate": learning_rate}
     if seconds is not None and timings:
         exposed = sum(timing.exposed for timing in timings)
         facts["compute_seconds"] = max(0.0, seconds - exposed)
@@ -69,12 +71,12 @@ def local_measurements(
     return StepMeasurements(step, **facts)  # copies would take longer than all of this
 
 
-def _before_the_last(timings: Sequence[CollectiveTiming]) -> Float64s:
+def _before_the_last(timings: Sequence[CollectiveTiming]) -> list[float]:
     """By how many seconds each bucket was launched before the last; 0 for one that was not launched."""
     launched = {timing.bucket: timing.launched for timing in timings if timing.round == 0}
     last = max(launched.values(), default=0.0)
     buckets = range(1 + max(timing.bucket for timing in timings))
-    return np.array([last - launched.get(bucket, last) for bucket in buckets])
+    return [last - launched.get(bucket, last) for bucket in buckets]
 
 
 def _bucket_bytes(timings: Sequence[CollectiveTiming]) -> Float64s:

@@ -52,7 +52,7 @@ class DenseSteps:
         self.seconds.append(float(facts.seconds))
         self.computing.append(float(facts.compute_seconds))
         if facts.launches is not None:
-            launches = [float(each) for each in facts.launches]
+            launches = list(facts.launches)
             if self.launches and len(self.launches[-1]) != len(launches):
                 self.launches.clear()
             self.launches.append(launches)

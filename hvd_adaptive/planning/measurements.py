@@ -86,7 +86,7 @@ class StepMeasurements:
         bucket_bytes: ``float64[B]``: payload of each bucket.
         sync_seconds: from the start of its first collective to the end of the last, on the rank where
             that took least.
-        launches: ``float64[B]``: seconds from each bucket's launch to the last one's; at least 0.
+        launches: seconds from each bucket's launch to the last one's; at least 0.
         plan: how many plans had taken effect before it.
         loss: of the training, where the user reports it.
         horizon: steps of the whole training run, where that is known.
@@ -108,7 +108,7 @@ class StepMeasurements:
     transfers: Sequence[Transfer] = ()
     bucket_bytes: Float64s | None = None
     sync_seconds: float | None = None
-    launches: Float64s | None = None
+    launches: Sequence[float] | None = None
     plan: int = 0
     loss: float | None = None
     horizon: int | None = None

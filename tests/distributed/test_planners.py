@@ -413,9 +413,9 @@ def test_a_resumed_run_sees_the_same_decaying_rate(name: str, monkeypatch: pytes
     seen: list[float | None] = []
     facts_of = controller.local_measurements
 
-    def spied(step: int, seconds: Any, rate: float | None, timings: Any, needs: Any) -> Any:
+    def spied(step: int, seconds: Any, rate: float | None, *given: Any, **known: Any) -> Any:
         seen.append(rate)
-        return facts_of(step, seconds, rate, timings, needs)
+        return facts_of(step, seconds, rate, *given, **known)
 
     monkeypatch.setattr(controller, "local_measurements", spied)
     model, optimizer = make(RECIPES[name])

@@ -95,7 +95,7 @@ def step_facts(
         transfers=[Transfer(1e4 * (1 + part), 1e-3 + 1e-7 * 1e4 * (1 + part)) for part in range(3)],
         bucket_bytes=rng.uniform(1e3, 1e5, 3),
         sync_seconds=float(rng.uniform(0.1, 0.2)),
-        launches=np.sort(rng.uniform(0, 0.05, 3))[::-1].copy(),
+        launches=sorted(rng.uniform(0, 0.05, 3).tolist(), reverse=True),
         plan=planner.budget.plans,
     )
 
