@@ -457,6 +457,9 @@ class AutoBudget(Budget):
         self._costs.decided(chosen.parts.exposed, self._patience.periods)
         self._report["patience"] = float(self.patience)
         self._take(levels, limits, chosen, facts.step)
+        if not asks:  # until the network has been measured, steps are those that were off
+            expected = None if limits.model.costs.assumed else chosen.seconds
+            self._score.begin(expected, computing=chosen.working if chosen.dense else None)
         return tuple(words)
 
     def _take(self, levels: Int64s, limits: TimeLimits, chosen: Contender, step: int) -> None:
@@ -469,8 +472,6 @@ class AutoBudget(Budget):
         self._levels, self._compresses = levels.copy(), not chosen.dense
         self._plans += 1
         self._planned_step, self._planned_delay = step, self._allowed_delay(step)
-        expected = None if limits.model.costs.assumed else chosen.seconds
-        self._score.begin(expected, computing=chosen.working if chosen.dense else None)
 
     def report(self) -> dict[str, float]:
         """Seconds, delay and noise of the last plan, and their limits."""
