@@ -434,6 +434,31 @@ def test_compressed_steps_faster_than_foreseen_are_measured_once_and_then_forese
     assert report["seconds"] == pytest.approx(world.times[-1], rel=0.05)
 
 
+def test_compressed_steps_that_become_faster_are_no_haste_where_plans_cost_much() -> None:
+    for slowness, measured in ((0.8, False), (1.25, True)):
+        world = World(mbit=300.0, deciding=1.0).run(300)
+        world.slowness = slowness
+        world.run(50)
+        assert any(each.report["measure_again"] for each in world.decisions) == measured
+
+
+def test_a_plan_that_is_made_early_goes_by_compressed_steps_that_became_faster() -> None:
+    world = World(mbit=100.0).run(4000)
+    world.deciding = 5.0
+    planned = len(world.planned)
+    while len(world.planned) == planned:  # one more, which costs more than there is for all
+        world.run(1)
+    world.slowness = 0.8
+    world.run(50)
+    planned = len(world.planned)
+    world.rate *= 0.1
+    world.run(50)
+    assert len(world.planned) > planned
+    assert not any(each.report["measure_again"] for each in world.decisions)
+    assert "so forecasts go by the last compressed steps" in world.decisions[planned].reasons[0]
+    assert world.decisions[-1].report["seconds"] == pytest.approx(world.times[-1], rel=0.05)
+
+
 def test_another_learning_rate_ends_patience() -> None:
     """Errors and noise may be others."""
     world = World(mbit=100.0).run(4000)

@@ -243,18 +243,25 @@ class AutoBudget(Budget):
             return
         if self._compresses and score.windows >= 2:
             self._compare(score.median, SLOWER)
-        if self._control.on or (self._costs.early and not self._compresses and not far_off(score)):
+        if self._control.on or (self._can_wait and not far_off(score)):
             return
         self._again.judge(score, self._step)
         self._spare()
 
+    @property
+    def _can_wait(self) -> bool:
+        """Whether plans have cost enough, and nothing is lost by forecasts that are off."""
+        return self._costs.early and (not self._compresses or self._score.faster)
+
     def _spare(self) -> None:
-        """Where forecasts are off, go by the last dense steps: where they do, nothing is measured."""
+        """Where forecasts are off, go by the last steps: where they do, nothing is measured."""
         if not self._again.wanted:
             return
         self._dense.keep_last(self._score.window)
-        spared = not self._compresses and self._again.spared(self._score, self._step)
-        so = "forecasts go by the last dense steps" if spared else "the network is measured again"
+        tell = not self._compresses or self._can_wait
+        spared = tell and self._again.spared(self._score, self._step)
+        steps = "compressed" if self._compresses else "dense"
+        so = f"forecasts go by the last {steps} steps" if spared else "the network is measured again"
         self._notes = [self._score.told(so)]
 
     def _compare(self, seconds: float, share: float) -> None:
@@ -432,17 +439,9 @@ class AutoBudget(Budget):
         assert facts is not None, "limits come first"
         chosen = limits.of(levels)
         asks = self._again.asked(facts.step)
-        (delay, noise), step = limits.weighed(levels), max(1, facts.step)
-        self._report = {
-            "seconds": chosen.seconds,
-            "exposed_seconds": chosen.parts.exposed,
-            "delay": math.sqrt(delay) / step,
-            "max_delay": math.sqrt(limits.max_delay) / step,
-            "noise": noise / max(limits.max_noise, 1e-300) * self._caution * self._options.limits[1],
-            "max_noise": self._caution * self._options.limits[1],
+        noise = self._caution * self._options.limits[1]
+        self._report = _foreseen(limits, chosen, levels, max(1, facts.step), noise) | {
             "network_factor": self._network,
-            "correction": limits.correction,
-            "drift": limits.drift,
             "deciding_share": self._costs.share,
             "measure_again": float(asks),
         }
@@ -530,6 +529,31 @@ class AutoBudget(Budget):
         self._drift, self._caution = float(state["drift"]), float(state["caution"])
         self._control = DenseControl.from_dict(state["control"])
         self._again = Remeasurement.from_dict(state)
+
+
+def _foreseen(
+    limits: TimeLimits, chosen: Contender, levels: Int64s, step: int, noise: float
+) -> dict[str, float]:
+    """What a plan is expected to take, withhold and add.
+
+    Args:
+        limits: that it was made within.
+        chosen: the plan.
+        levels: of each layer.
+        step: of the training, of whose steps so far delays are shares.
+        noise: largest share of the gradient's own, which the limits are for.
+    """
+    delay, added = limits.weighed(levels)
+    return {
+        "seconds": chosen.seconds,
+        "exposed_seconds": chosen.parts.exposed,
+        "delay": math.sqrt(delay) / step,
+        "max_delay": math.sqrt(limits.max_delay) / step,
+        "noise": added / max(limits.max_noise, 1e-300) * noise,
+        "max_noise": noise,
+        "correction": limits.correction,
+        "drift": limits.drift,
+    }
 
 
 def _int64s(values: Any) -> Int64s | None:

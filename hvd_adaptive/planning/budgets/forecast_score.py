@@ -71,6 +71,11 @@ class ForecastScore:
         return self._computing is not None
 
     @property
+    def faster(self) -> bool:
+        """Whether the last window's steps took less than was foreseen."""
+        return self.median is not None and self.expected is not None and self.median < self.expected
+
+    @property
     def early(self) -> float | None:
         """The median of the running window, if it has :data:`HANDFUL` steps by now."""
         return statistics.median(self._seconds) if len(self._seconds) >= HANDFUL else None

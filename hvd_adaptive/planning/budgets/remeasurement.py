@@ -40,7 +40,7 @@ class Remeasurement:
     done: bool = False
     """Whether the last plan has asked for it."""
     _step: int = 0
-    """Of the last measurement, or of the last dense steps that did instead."""
+    """Of the last measurement, or of the last steps that did instead."""
     _gap: int = LEAST_GAP
     _measured_step: int = 0
 
@@ -61,10 +61,10 @@ class Remeasurement:
         return step >= self._step + self._gap
 
     def spared(self, score: ForecastScore, step: int) -> bool:
-        """Dense steps were off: whether a plan that goes by them is enough, and is due instead.
+        """Steps were off that tell why: whether a plan that goes by them is enough, and is due instead.
 
-        They tell how much slower the network is than it was measured, or how much slower the machine
-        is. What is far off is measured.
+        Dense ones tell how much slower the network is than it was measured, or how much slower the
+        machine is. What is far off is measured.
         """
         if not self.wanted or far_off(score):
             return False
