@@ -30,7 +30,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 # Those that take longest: where files run side by side, none must be left for the end.
 FIRST = (
-    "test_distributed.py",
     "test_slurm_jobs.py",
     "test_triton.py",
     "test_failure.py",
@@ -38,9 +37,11 @@ FIRST = (
     "test_train.py",
     "test_parity.py",
 )
+# It needs the machine for itself, so that others would wait for it, and it for their tests.
+LAST = "test_distributed.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, and keep the order of the others."""
-    places = {name: place for place, name in enumerate(FIRST)}
+    places = {name: place for place, name in enumerate(FIRST)} | {LAST: len(FIRST) + 1}
     items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))

@@ -70,7 +70,7 @@ class Accuracy(BudgetOptions):
     over the one before, each is kept for twice as many periods as the one before, up to eight; unless
     the learning rate doubles or halves. What a plan foresees is compared with its steps; after two
     windows of steps in a row that are off by 15 % the network is measured again, or the last steps
-    tell enough, if they are dense.
+    tell enough, if they are dense, or compressed and fast.
 
     Args:
         accuracy: ``strict``, ``balanced`` or ``fast``, which set both limits.
