@@ -157,8 +157,9 @@ class Job:
         """Waits for a line of output."""
 
         def arrived() -> bool:
+            ended = self.state not in ACTIVE  # before its output is read, which is whole then
             found = re.search(pattern, self.text(), re.MULTILINE)
-            if not found and self.state not in ACTIVE:
+            if not found and ended:
                 raise LabError(f"the job ended without {pattern!r}:\n{self.explain()}")
             return found is not None
 
