@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from benchmarks.harness import command_line, lab
 from benchmarks.report import report
 from hvd_adaptive.comm.agreement import Control
-from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.network import NetworkTransport
 from hvd_adaptive.comm.request import Request
-from hvd_adaptive.comm.transport import Transport
 
 STEP_TARGET = 1.03
 SHARE_TARGET = 0.05
@@ -126,7 +125,7 @@ def _compare(times: dict[str, list[float]]) -> dict[str, Any]:
 # --- cost a layer and a bucket, without a network -----------------------------------------------------
 
 
-class LoneTransport(Transport):
+class LoneTransport(NetworkTransport):
     """Answers at once what a process set of one rank would: what remains is our own cost."""
 
     size, rank = 1, 0
@@ -147,16 +146,6 @@ class LoneTransport(Transport):
         """Nothing is sent."""
         del request, received
         return 0
-
-    def link_costs(self, prefix: str) -> LinkCosts:
-        """There is no link."""
-        del prefix
-        return LinkCosts.of_gigabit()
-
-    def link_look(self, prefix: str) -> tuple[float, float]:
-        """Likewise."""
-        costs = self.link_costs(prefix)
-        return costs.allgather, costs.allgather_byte
 
 
 class LoneControl(Control):
