@@ -68,10 +68,11 @@ class Launches:
         warm_kernels()
 
     def verdict(self, size: int, function: Function) -> Verdict:
-        if not self._verdicts:
+        if size not in self._verdicts:
             with self._room.alone():
-                for each, functions in self._selected.items():
-                    self._launch(each, functions)
+                # what failed to start is tried again, and says why to each test of its size
+                for each in sorted(self._selected.keys() - self._verdicts.keys()):
+                    self._launch(each, self._selected[each])
         return self._verdicts[size][function.id]
 
     def _launch(self, size: int, functions: list[Function]) -> None:
