@@ -27,8 +27,8 @@ class Controller(Protocol):
     """Decides on levels during training; every rank has one.
 
     In the order of a step: :meth:`votes`, :meth:`observe` for each layer,
-    :meth:`decide_before_launch` where :attr:`exact`, :meth:`end_step`, and then what the votes of
-    rank 0 asked for: :meth:`start_collection`, :meth:`apply_decision`.
+    :meth:`decide_before_launch` where :attr:`exact`, :meth:`learn`, :meth:`end_step`, and then what the
+    votes of rank 0 asked for: :meth:`start_collection`, :meth:`apply_decision`.
     """
 
     idle: bool
@@ -113,6 +113,9 @@ class Controller(Protocol):
 
     def decide_before_launch(self, step: int) -> dict[str, Assignment] | None:
         """With all of this step's gains measured and nothing sent: plan at once, if that is due."""
+
+    def learn(self) -> None:
+        """Learn from the step before, while this one's operations are under way: it costs nothing."""
 
     def end_step(
         self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]
@@ -206,6 +209,9 @@ class NullController:
         """Nothing changes."""
         del step
         return None
+
+    def learn(self) -> None:
+        """There is nothing to learn for."""
 
     def end_step(
         self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]

@@ -223,6 +223,12 @@ class AdaptationController:
         self._sampler.observe(layer, grad, x, step, sent)
         self.outlook.spent += perf_counter() - started
 
+    def learn(self) -> None:
+        """Have the planner learn from the step before: its rank would only wait meanwhile."""
+        self._learn_from_last_step()
+        if self._first:
+            self._guard(self._worker.learn)
+
     def end_step(
         self, step: int, learning_rate: float | None, timings: Sequence[CollectiveTiming]
     ) -> None:
@@ -232,11 +238,12 @@ class AdaptationController:
         seconds = None if self._ended is None else now - self._ended
         self._ended = now
         self._forecast.step(step, seconds, timings)
-        self._report(step, seconds, learning_rate, timings)
+        if self._step.wanted:
+            self._report(step, seconds, learning_rate, timings)
         if self._averages is not None and self._trigger is not None and step > self._trigger:
             self._table, self._averages = self._averages(), None
-        if self._first:
-            self._guard(lambda: self._think(step))
+        if self._first and self._table is not None:
+            self._guard(partial(self._begin_plan, step, self._table))
 
     def _report(
         self,
@@ -245,14 +252,13 @@ class AdaptationController:
         learning_rate: float | None,
         timings: Sequence[CollectiveTiming],
     ) -> None:
-        """Have this step looked at, and let the planner learn from the one before."""
-        self._learn_from_last_step()
-        if self._step.wanted:
-            known = {"factor": self._factor, **self.outlook.of_step()}
-            if math.isfinite(samples := self._meter.samples_per_step):
-                known["samples"] = samples
-            facts = local_measurements(step, seconds, learning_rate, timings, self._needs, **known)
-            self._step.begin(facts, timings, self._decided)
+        """Have this step looked at."""
+        known = {"factor": self._factor, **self.outlook.of_step()}
+        if math.isfinite(samples := self._meter.samples_per_step):
+            known["samples"] = samples
+        times = tuple(timings)  # whose list is that of the next step soon
+        facts = partial(local_measurements, step, seconds, learning_rate, times, self._needs, **known)
+        self._step.begin(step, facts, times, self._decided)
 
     def _learn_from_last_step(self) -> None:
         """Have the planner observe it, once all ranks have reported theirs."""
@@ -270,15 +276,10 @@ class AdaptationController:
 
     # --- planning, on rank 0 ----------------------------------------------------------------------
 
-    def _think(self, step: int) -> None:
-        """Learn, and begin a plan once its table is there."""
-        if self._worker.planning:
-            if not self._worker.planned:
-                return  # what is observed meanwhile waits
-            self._worker.conclude()
-        self._worker.observe_backlog()
-        if self._table is not None and self._worker.message is None:
-            measured, self._table = self._table, None
+    def _begin_plan(self, step: int, measured: Float64s) -> None:
+        """Plan with this table, unless a plan is under way or has yet to be told."""
+        if not self._worker.planning and self._worker.message is None:
+            self._table = None
             self._worker.start(partial(self._plan, step, measured))
 
     def _plan(self, step: int, measured: Float64s) -> DecisionMessage:
@@ -404,8 +405,8 @@ class AdaptationController:
             self._table, self._averages = self._averages(), None
         if self._first and self._worker.planning:
             self._guard(self._worker.conclude)
-        if self._first and not self._worker.planning:
-            self._guard(self._worker.observe_backlog)
+        if self._first:
+            self._guard(self._worker.learn)
         message = self._worker.message
         return {
             "recipe": type(self.recipe).__name__,

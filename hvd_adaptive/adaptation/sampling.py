@@ -395,6 +395,11 @@ class Sampler:
         """The first step of these factors."""
         self.schedule = Schedule()
         """The steps whose gradients count for the errors."""
+        # asked for once a layer
+        self.exact = Measurement.GAINS_BEFORE_SEND in needs
+        """Whether the planner decides on a step's gradients before they are sent."""
+        self.signals = Measurement.SIGNALS in needs
+        """Whether the planner asks for signals."""
         # this step's sums over the layers: what each factor sends, and of what
         self._sent: Float64s = np.zeros(len(factors))
         self._whole = 0.0
@@ -415,11 +420,6 @@ class Sampler:
     # --- when -------------------------------------------------------------------------------------
 
     @property
-    def exact(self) -> bool:
-        """Whether the planner decides on a step's gradients before they are sent."""
-        return Measurement.GAINS_BEFORE_SEND in self._needs
-
-    @property
     def sees_feedback(self) -> bool:
         """Whether it must see what feedback adds to the gradients."""
         asking = {
@@ -429,11 +429,6 @@ class Sampler:
         }
         varies = any(row.varying for row in self.rows.values()) or self._measures_what_is_sent
         return varies or bool(self._needs & asking)
-
-    @property
-    def signals(self) -> bool:
-        """Whether the planner asks for signals."""
-        return Measurement.SIGNALS in self._needs
 
     @property
     def measures_beyond(self) -> tuple[bool, bool]:

@@ -23,6 +23,8 @@ __all__ = ["StepReport"]
 _Completion = Callable[[StepMeasurements], StepMeasurements]
 _JOINED = frozenset({Measurement.TRANSFERS, Measurement.BUCKETS, Measurement.GAINS})
 """What takes all ranks, and not the times of one alone."""
+_OF_FACTORS = frozenset({Measurement.GAINS, Measurement.GAINS_BEFORE_SEND})
+"""Where seconds belong to a factor."""
 
 
 class StepReport:
@@ -41,20 +43,36 @@ class StepReport:
         self._needs, self._channel, self._sampler = needs, channel, sampler
         self.wanted = plans or bool(needs & _JOINED)
         """Whether this rank has anything to do with it."""
-        self._facts: StepMeasurements | None = None
+        self._facts: Callable[[], StepMeasurements] | None = None
+        self._counts = True
+        """Whether the step's seconds are of a factor that somebody chose."""
         self._completions: list[_Completion] = []
 
     def begin(
-        self, facts: StepMeasurements, timings: Sequence[CollectiveTiming], decided: bool
+        self,
+        step: int,
+        own: Callable[[], StepMeasurements],
+        timings: Sequence[CollectiveTiming],
+        decided: bool,
     ) -> None:
         """Keep what this rank knows of a step by itself, and ask the others for the rest.
 
         Args:
-            facts: what it knows.
+            step: its number.
+            own: says what this rank knows; asked by :meth:`complete`, where no other rank waits for
+                the answer, as all do between two steps.
             timings: the step's collectives.
             decided: whether the levels were those of a plan.
         """
-        step = facts.step
+        self._facts = own
+        if self._needs & _JOINED:
+            facts = own()
+            self._facts = lambda: facts
+            self._join(step, facts, timings)
+        self._counts = decided or not self._needs & _OF_FACTORS
+
+    def _join(self, step: int, facts: StepMeasurements, timings: Sequence[CollectiveTiming]) -> None:
+        """Ask the other ranks."""
         if self._sampler.averages(step):
             averages = self._channel.mean(self._sampler.step_vector(step))
             factors = self._sampler.factors
@@ -66,15 +84,14 @@ class StepReport:
             span = np.array([np.inf if facts.sync_seconds is None else facts.sync_seconds])
             fastest = self._channel.least(span)
             self._completions.append(lambda facts: with_sync_seconds(facts, fastest()))
-        if self._needs & {Measurement.GAINS, Measurement.GAINS_BEFORE_SEND} and not decided:
-            facts = replace(facts, seconds=None)  # of a factor that nobody chose
-        self._facts = facts
 
     def complete(self) -> StepMeasurements | None:
         """The last step, with everything; None if there is none. Waits for the other ranks."""
         if self._facts is None:
             return None
-        facts, self._facts = self._facts, None
+        facts, self._facts = self._facts(), None
+        if not self._counts:
+            facts = replace(facts, seconds=None)
         completions, self._completions = self._completions, []
         for completed in completions:
             facts = completed(facts)

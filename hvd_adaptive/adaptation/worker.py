@@ -33,8 +33,15 @@ class PlannerWorker:
         """A step that the planner is to learn from."""
         self._backlog.append(facts)
 
+    def learn(self) -> None:
+        """Let the planner learn from the steps that wait, unless it plans."""
+        if self.planned:
+            self.conclude()
+        if not self.planning:
+            self.observe_backlog()
+
     def observe_backlog(self) -> None:
-        """Let the planner learn from the steps that wait."""
+        """Let the planner, which does not plan, learn from the steps that wait."""
         for facts in self._backlog:
             self.planner.observe(facts)
         self._backlog.clear()

@@ -233,6 +233,7 @@ class Reducer:
             self._launch(bucket)
         if self._exchange.reduces_in_nodes:
             self._require_all_ranks()  # Horovod refuses nothing in a group without the rank that joined
+        self.controller.learn()
         self._exchange.finish()
 
     def _decide_before_launch(self, buckets: Sequence[Bucket]) -> None:

@@ -58,6 +58,7 @@ def test_a_step_goes_through_and_its_state_can_be_loaded(controller: Controller)
         collect, ready = controller.votes(step)
         if controller.exact:
             controller.decide_before_launch(step)
+        controller.learn()
         controller.end_step(step, 0.1, [])
         if collect:
             controller.start_collection(step)

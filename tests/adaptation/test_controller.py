@@ -39,6 +39,7 @@ def drive(recipe: str, ranks: int, steps: int) -> tuple[list[Steps], list[Adapta
                 if controller.observes(step):
                     controller.observe(layer, x, x, step)
             collect, ready = control.allgather(controller.votes(step))[0]
+            controller.learn()
             controller.end_step(step, 0.1, [])
             if collect:
                 controller.start_collection(step)
@@ -104,6 +105,7 @@ def test_the_time_of_communication_is_that_of_the_rank_where_it_took_least(
                 CollectiveTiming(0, 100, 10 * step, 10 * step + 0.5, 0.0),
                 CollectiveTiming(1, 300, 10 * step + 0.1, 10 * step + span, 0.0),
             ]  # fmt: skip
+            controller.learn()
             controller.end_step(step, 0.1, timings)
 
     seen: list[StepMeasurements] = []

@@ -51,6 +51,7 @@ def test_where_a_plan_is_asked_for_and_nothing_was_measured_the_next_step_is() -
     assert sampler.samples(7)
     for layer in (each.layer for each in sampler.rows.values()):
         controller.observe(layer, gradient(layer, 7), gradient(layer, 7), 7)
+    controller.learn()
     controller.end_step(7, None, [])
     controller.start_collection(7)
     assert not sampler.samples(8)

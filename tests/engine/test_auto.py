@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ hvd = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
 
 from hvd_adaptive import VirtualRanks  # noqa: E402
 from hvd_adaptive.adaptation.automatic import expand  # noqa: E402
+from hvd_adaptive.adaptation.controller import AdaptationController  # noqa: E402
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts  # noqa: E402
 from hvd_adaptive.comm.link_costs import LinkCosts  # noqa: E402
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport  # noqa: E402
 from hvd_adaptive.compressors import parse  # noqa: E402
 from hvd_adaptive.engine.cost_measurement import CostMeasurement  # noqa: E402
+from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
 from hvd_adaptive.engine.known_costs import KnownCosts  # noqa: E402
 from hvd_adaptive.planning import Auto, Plan  # noqa: E402
 
@@ -62,6 +65,32 @@ def train(
 
 def compressors_of(plan: Plan) -> set[str]:
     return {row.compressor.partition(":")[0] for row in plan}
+
+
+def test_ranks_learn_from_a_step_while_operations_are_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
+
+    def note(of: type, method: str, rank: Callable[[Any], int]) -> None:
+        original = getattr(of, method)
+
+        def noting(self: Any, *args: Any) -> Any:
+            noted[rank(self)].append(method)
+            return original(self, *args)
+
+        monkeypatch.setattr(of, method, noting)
+
+    note(Exchange, "start", lambda exchange: exchange.rank)
+    note(Exchange, "finish", lambda exchange: exchange.rank)
+    note(AdaptationController, "learn", lambda controller: controller._rank)
+    train(SLOW, 5)
+    steps = " ".join(noted[0]).split("finish")
+    assert len(steps) == 6
+    assert all(each.split()[0] == "start" and each.endswith("start learn ") for each in steps[:5]), (
+        steps
+    )
+    assert noted[1] == noted[2] == noted[0]
 
 
 def test_a_slow_network_makes_it_compress_and_the_model_still_learns() -> None:
