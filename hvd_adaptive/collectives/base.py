@@ -114,14 +114,14 @@ class Buffers:
         size = self._bucket.numel + ROOM
         return torch.zeros(size, dtype=self._bucket.dtype, device=self._bucket.device)
 
-    @property
+    @functools.cached_property
     def flat(self) -> Tensor:
         """The payload of a bucket of casts, in its wire dtype."""
         return self._roomy[: self._bucket.numel]
 
     def with_passengers(self, passengers: Tensor) -> Tensor:
         """``flat``, and these few numbers behind it, rounded to the wire dtype."""
-        numel = self._bucket.numel
+        numel = self.flat.numel()
         whole = self._roomy[: numel + len(passengers)]
         whole[numel:] = passengers
         return whole

@@ -43,9 +43,8 @@ def reduce_summable(bucket: Bucket, grads: list[Tensor], io: BucketIO, reduction
     torch._foreach_copy_(io.buffers.views, grads)
     observe_casts(bucket, grads, io.buffers.views, io)
     reduced = yield from reduction(io.buffers.flat, io)
-    torch._foreach_copy_(
-        grads, [saturated(*pair) for pair in zip(shaped(reduced, bucket), grads, strict=True)]
-    )
+    results = io.buffers.views if reduced is io.buffers.flat else shaped(reduced, bucket)
+    torch._foreach_copy_(grads, [saturated(*pair) for pair in zip(results, grads, strict=True)])
 
 
 def observe_casts(
