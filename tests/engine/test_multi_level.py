@@ -67,7 +67,15 @@ def train(
     monkeypatch.setattr(MultiLevelPayloads, "take", take)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
     planner = "gravac:window=4,exact=true,epsilon=0.6"
-    ranks = VirtualRanks(2, model.named_parameters(), spec, planner=planner, feedback=feedback)
+    step = 0  # takes a second each, or two runs would search differently
+    ranks = VirtualRanks(
+        2,
+        model.named_parameters(),
+        spec,
+        planner=planner,
+        feedback=feedback,
+        clock=lambda: float(step),
+    )
     results, nbytes = [], []
     for step in range(16):
         gradients = [
