@@ -85,6 +85,8 @@ CASES = {
     "transformer, powersgd": Case(("--preset", "transformer-sotu"), "powersgd:rank=4", 2),
     "ResNet, auto": Case(("--preset", "resnet-fashion"), "fp16", 12, 100, "auto"),
     "LSTM, auto": Case(("--preset", "lstm-sotu"), "fp16", 4, 100, "auto"),
+    # its first plans come all the same, and then fewer
+    "LSTM, auto, 2,000 steps": Case(("--preset", "lstm-sotu"), "fp16", 19, 100, "auto"),
 }
 QUICK = {
     "MLP, topk": Case(("--preset", "mlp-digits", "--width", "64"), "topk:density=0.05", 2, period=32)
