@@ -3,11 +3,11 @@
 Trainings run in the same processes, in turn, a block of steps each: one with a planner, and two
 without, whose difference tells how well runs can be compared. The steps of the one with a planner are
 of three kinds: those in which gradients are measured, those around a change of plan, and all others.
-What the first two take longer than the others (by the median of the measured ones that come first after
-a change, of those that follow, and of the sums around changes), times how often each occurs, is their
-share of the training's time, and both together are what planning costs. The other steps are compared
-with those without a planner: they differ by the plan's levels, of which some take longer to compress,
-and by noise. What auto has counted of its own decisions, by a clock, is told beside it.
+What the first two take longer than others near them under the same plan (by the median of the measured
+ones that come first after a change, of those that follow, and of the sums around changes), times how
+often each occurs, is their share of the training's time, and both together are what planning costs. The
+other steps are compared with those without a planner: they differ by the plan's levels, of which some
+take longer to compress, and by noise. What auto has counted of its own decisions, by a clock, is told beside it.
 
     python -m benchmarks.micro.planning_cost          # starts its own ranks; results/planning_cost.json
     python -m benchmarks.micro.planning_cost --check  # measures nothing; exit code 1 if one is over 1 %
@@ -23,12 +23,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.harness import command_line, lab
 from benchmarks.report import report
@@ -38,6 +39,8 @@ OF_AUTO = 0.005
 """What ``auto``'s decisions may take: it is there for those who do not want to think of it."""
 BEFORE, AFTER = 7, 3
 """Steps around the last one under the old plan: averages, the planner's thread, the change."""
+NEAR = 40
+"""Steps before and after one with which it is compared: plans differ, and phases of the machine."""
 
 
 @dataclass(frozen=True)
@@ -187,18 +190,19 @@ def compare(with_one: Times, without: Times, block: int) -> dict[str, Any]:
     measured[with_one.measured] = True
     if measured.all():  # a sum is kept in every step; errors are those of its mean
         measured = steps % block == 0
-    ordinary = seconds[counted & ~near & ~measured]
-    plain = float(np.median(ordinary))
+    ordinary = counted & ~near & ~measured
+    plain = float(np.median(seconds[ordinary]))
+    longer = seconds - usual_near(seconds, ordinary, with_one.changes)
     usual = np.median(np.array(without.seconds)[counted])
     alone = np.flatnonzero(counted & ~near & measured)
     # errors are measured in the first step of a period, and energies in all
     first = np.isin(alone, [min(alone[alone > each], default=-1) for each in with_one.changes])
-    kinds = [seconds[each] - plain for each in (alone[first], alone[~first]) if len(each)]
-    around = [seconds[each - BEFORE : each + AFTER + 1] - plain for each in changes]
+    kinds = [longer[each] for each in (alone[first], alone[~first]) if len(each)]
+    around = [longer[each - BEFORE : each + AFTER + 1] for each in changes]
     # single steps are at times much longer than their median, also where nothing is decided
     width = BEFORE + AFTER + 1
-    windows = ordinary[: len(ordinary) // width * width].reshape(-1, width).sum(1)
-    chance = float(np.median(windows)) - width * plain
+    others = longer[ordinary]
+    chance = float(np.median(others[: len(others) // width * width].reshape(-1, width).sum(1)))
     sums = [float(each.sum()) - chance for each in around]
     spent = {
         "measuring": sum(float(np.median(each)) * len(each) for each in kinds),
@@ -221,6 +225,26 @@ def compare(with_one: Times, without: Times, block: int) -> dict[str, Any]:
         "planning": float(shares["measuring"] + shares["changing"]),
         "counted": with_one.counted,
     }
+
+
+def usual_near(
+    seconds: npt.NDArray[np.float64], ordinary: npt.NDArray[np.bool_], changes: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """For each step the median of ordinary ones near it under its plan; of all where there are none.
+
+    Example:
+        >>> seconds = np.array([1.0, 1.0, 5.0, 3.0, 9.0, 3.0])
+        >>> usual_near(seconds, seconds < 5, changes=[2]).tolist()
+        [1.0, 1.0, 1.0, 3.0, 3.0, 3.0]
+    """
+    steps = np.arange(len(seconds))
+    plans = np.searchsorted(changes, steps)
+    usual = np.full(len(seconds), np.median(seconds[ordinary]))
+    for step in steps:
+        found = seconds[ordinary & (plans == plans[step]) & (abs(steps - step) <= NEAR)]
+        if len(found):
+            usual[step] = np.median(found)
+    return usual
 
 
 # --- the program --------------------------------------------------------------------------------------

@@ -152,6 +152,20 @@ def test_planning_is_charged_for_its_own_steps_whatever_the_others_become(
     assert planning_cost.compare(whole_gradients, without, block)["measuring"] == found["measuring"]
 
 
+def test_a_plan_is_not_charged_for_the_slower_steps_of_the_one_before(
+    planning_cost: ModuleType,
+) -> None:
+    seconds = np.full(800, 0.1)
+    seconds[411:] = 0.07
+    seconds[[200, 600]] += 0.02  # errors are measured
+    seconds[408] += 0.05
+    found = planning_cost.compare(
+        planning_cost.Times(list(seconds), [200, 600], [410]), planning_cost.Times([0.1] * 800), 25
+    )
+    assert found["changing"] == pytest.approx(0.05 / (775 * 0.1))
+    assert found["measuring"] == pytest.approx(0.04 / (775 * 0.1))
+
+
 def test_zeros_of_a_gradient_cost_no_bytes_and_unequal_layers_are_worth_bits(
     allocation: ModuleType,
 ) -> None:
