@@ -7,7 +7,8 @@ What the first two take longer than others near them under the same plan (by the
 ones that come first after a change, of those that follow, and of the sums around changes), times how
 often each occurs, is their share of the training's time, and both together are what planning costs. The
 other steps are compared with those without a planner: they differ by the plan's levels, of which some
-take longer to compress, and by noise. What auto has counted of its own decisions, by a clock, is told beside it.
+take longer to compress, and by noise. What auto has counted of its own decisions, by a clock, is told
+beside it.
 
     python -m benchmarks.micro.planning_cost          # starts its own ranks; results/planning_cost.json
     python -m benchmarks.micro.planning_cost --check  # measures nothing; exit code 1 if one is over 1 %
