@@ -15,6 +15,7 @@ import torch
 from benchmarks.harness import lab
 from benchmarks.micro import bucket_costs
 from benchmarks.report import report
+from tests.harness.rank_launcher import without_launch
 
 QUICK = {
     "accuracy.aggregate_error": ("both: times less", "MLP, 8 ranks, two shots"),
@@ -56,8 +57,9 @@ def test_quick_run_prints_its_table_and_writes_no_file(name: str) -> None:
         text=True,
         check=False,
         cwd=lab.ROOT,
+        env=without_launch(),
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     assert all(text in run.stdout for text in QUICK[name])
     assert (result.read_bytes() if result.exists() else None) == before
 

@@ -55,6 +55,11 @@ ENVIRONMENT = {
 _FOREIGN_PREFIXES = ("OMPI_COMM_WORLD", "PMIX_", "HOROVOD_RANK", "HOROVOD_SIZE", "PYTEST_")
 
 
+def without_launch() -> dict[str, str]:
+    """This process's environment, without what Horovod or MPI have left there once they were begun."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
+
+
 @dataclass(frozen=True)
 class Function:
     """A test function, found without importing its file."""
@@ -218,10 +223,7 @@ def launch(size: int, functions: Sequence[Function], folder: Path, timeout: floa
     for plugin in ("cacheprovider", "hypothesispytest", "xdist"):
         command += ["-p", f"no:{plugin}"]
     command += ["--tb=long", *files]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)
-    }
-    environment |= ENVIRONMENT
+    environment = without_launch() | ENVIRONMENT
     environment["HVD_ADAPTIVE_TEST_REPORTS"] = str(folder)
     environment["HVD_ADAPTIVE_TEST_TIMEOUT"] = str(timeout)
     start = time.monotonic()
