@@ -225,8 +225,10 @@ class AdaptationController:
 
     def learn(self) -> None:
         """Have the planner learn from the step before: its rank would only wait meanwhile."""
-        self._learn_from_last_step()
+        last = self._step.complete()  # once all ranks have reported theirs
         if self._first:
+            if last is not None:
+                self._worker.add(last)
             self._guard(self._worker.learn)
 
     def end_step(
@@ -259,12 +261,6 @@ class AdaptationController:
         times = tuple(timings)  # whose list is that of the next step soon
         facts = partial(local_measurements, step, seconds, learning_rate, times, self._needs, **known)
         self._step.begin(step, facts, times, self._decided)
-
-    def _learn_from_last_step(self) -> None:
-        """Have the planner observe it, once all ranks have reported theirs."""
-        last = self._step.complete()
-        if last is not None and self._first:
-            self._worker.add(last)
 
     def report_loss(self, loss: float) -> None:
         """The training loss of this step; that of the rank that plans counts."""
@@ -400,13 +396,10 @@ class AdaptationController:
         """Everything between two steps; what is under way is waited for. All ranks call it."""
         if self._loaded is not None:
             return copy.deepcopy(dict(self._loaded))  # nothing has happened since
-        self._learn_from_last_step()
+        self._worker.wait()
+        self.learn()
         if self._averages is not None:
             self._table, self._averages = self._averages(), None
-        if self._first and self._worker.planning:
-            self._guard(self._worker.conclude)
-        if self._first:
-            self._guard(self._worker.learn)
         message = self._worker.message
         return {
             "recipe": type(self.recipe).__name__,

@@ -44,8 +44,6 @@ class StepReport:
         self.wanted = plans or bool(needs & _JOINED)
         """Whether this rank has anything to do with it."""
         self._facts: Callable[[], StepMeasurements] | None = None
-        self._counts = True
-        """Whether the step's seconds are of a factor that somebody chose."""
         self._completions: list[_Completion] = []
 
     def begin(
@@ -61,7 +59,7 @@ class StepReport:
             step: its number.
             own: says what this rank knows; asked by :meth:`complete`, where no other rank waits for
                 the answer, as all do between two steps.
-            timings: the step's collectives.
+            timings: the step's collectives, which stay as they are.
             decided: whether the levels were those of a plan.
         """
         self._facts = own
@@ -69,7 +67,8 @@ class StepReport:
             facts = own()
             self._facts = lambda: facts
             self._join(step, facts, timings)
-        self._counts = decided or not self._needs & _OF_FACTORS
+        if not decided and self._needs & _OF_FACTORS:  # of a factor that nobody chose
+            self._completions.append(partial(replace, seconds=None))
 
     def _join(self, step: int, facts: StepMeasurements, timings: Sequence[CollectiveTiming]) -> None:
         """Ask the other ranks."""
@@ -79,7 +78,7 @@ class StepReport:
             self._completions.append(lambda facts: with_averages(facts, factors, averages()))
         if Measurement.TRANSFERS in self._needs:
             least = self._channel.least(rank_times(facts.compute_seconds, timings))
-            self._completions.append(partial(with_transfers_of, tuple(timings), least))
+            self._completions.append(partial(with_transfers_of, timings, least))
         if Measurement.BUCKETS in self._needs:
             span = np.array([np.inf if facts.sync_seconds is None else facts.sync_seconds])
             fastest = self._channel.least(span)
@@ -90,8 +89,6 @@ class StepReport:
         if self._facts is None:
             return None
         facts, self._facts = self._facts(), None
-        if not self._counts:
-            facts = replace(facts, seconds=None)
         completions, self._completions = self._completions, []
         for completed in completions:
             facts = completed(facts)
