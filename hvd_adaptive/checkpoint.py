@@ -407,6 +407,8 @@ _PILOT = _record(
         )
     ),
 )
+# of layers: the step in which errors were measured, and each candidate's as a share of the energy
+_SHARES = _by_name(_row(_count, _list_of(_number)))  # older states have none
 _OPERATIONS = {
     "allgather": _number,
     "alltoall": _number,
@@ -577,6 +579,7 @@ def _check_controller(state: Mapping[str, Any]) -> None:
     count = len(controller["levels"])
     if list(controller["measured"]) != list(controller["levels"]):
         raise _refused("controller['measured']", "and controller['levels'] must name the same layers")
+    _maybe(_SHARES)(controller.get("shares"), "controller['shares']")
     rows = {"controller['told']": controller["told"]}
     if controller["sums"]:
         rows["controller['sums']"] = [controller["sums"]]
@@ -684,6 +687,12 @@ def _check_levels(state: Mapping[str, Any], run: Run, layers: Mapping[str, Layer
                 f"controller['measured'][{name!r}][0]",
                 f"must have {_measured(candidates, run.recipe)} numbers, for the candidates of this "
                 "run: resume with the same compression, candidates and metric",
+            )
+        shares = (controller.get("shares") or {}).get(name)
+        if shares is not None and len(shares[1]) != len(candidates):
+            raise _refused(
+                f"controller['shares'][{name!r}]",
+                f"must have {len(candidates)} shares, one a candidate",
             )
     total = sum(_measured(candidates, run.recipe) for candidates in rows.values())
     if Measurement.PERIOD_ENERGY in run.recipe.planner(run.ranks).needs:

@@ -417,6 +417,7 @@ class AdaptationController:
             "table": None if self._table is None else self._table.tolist(),
             **self._sampler.schedule.to_dict(),
             "measured": self._sampler.measured(),
+            "shares": self._sampler.shares(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -453,7 +454,7 @@ class AdaptationController:
         self._levels = dict(state["levels"])
         self._last_decision, self._sums = tuple(map(tuple, state["told"])), tuple(state["sums"])
         self.expected = {name: tuple(pair) for name, pair in state["expected"].items()}
-        self._sampler.restore(state["measured"])
+        self._sampler.restore(state["measured"], state.get("shares") or {})
 
 
 def _write_report(meter: Meter, message: DecisionMessage, step: int) -> None:

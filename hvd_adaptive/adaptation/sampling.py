@@ -109,6 +109,9 @@ class LayerSamples:
         at_factors: compression factors, and the index of the candidate at each.
         ranks_per_node: how many ranks share a node.
         signals: whether the planner asks for signals.
+        shares: ``float64[C]``: the candidates' squared errors as shares of the gradient's energy; with
+            signals alone.
+        shares_step: the step in which they were measured.
     """
 
     layer: Layer
@@ -128,6 +131,8 @@ class LayerSamples:
     at_factors: tuple[tuple[float, ...], list[int]] | None = None
     ranks_per_node: int = 1
     signals: bool = False
+    shares: Float64s | None = None
+    shares_step: int = 0
 
     @classmethod
     def of(
@@ -189,8 +194,8 @@ class LayerSamples:
     ) -> None:
         """Measure the errors of one tensor, and the bytes of what is compressed.
 
-        With signals it is the first tensor of a period whose errors are measured, which takes longer
-        than all else together; those of the others are taken to be as large a share of their energy.
+        With signals the errors are those of ``shares``, where these are known: to measure them takes
+        longer than all else together, and they change slowly.
 
         Args:
             tensor: the gradient, or ``x``.
@@ -199,13 +204,19 @@ class LayerSamples:
             states: what compressors have learned, by their ``state_key``.
             moment: the layer's second moment, where preconditioned gradients are measured, too.
         """
-        known = float(self.sums[len(self.candidates)])
-        if self.signals and moment is None and known > 0:
-            self.sums[: len(self.candidates) + 1] *= 1 + energy / known
+        if self.signals and moment is None and energy > 0:
+            if self.shares is None:
+                self.shares = errors_of(tensor, self.layer, self.candidates, states) / energy
+            self.sums[: len(self.candidates) + 1] += [*(energy * self.shares), energy]
         else:
             self._measure_errors(tensor, energy, states, moment)
         self.samples += 1
         self.sample_sizes(x, states)
+
+    def keep_shares(self, step: int, steps: int) -> None:
+        """Have the errors measured in this step if they were last measured so many steps ago."""
+        if self.shares is None or step >= self.shares_step + steps:
+            self.shares, self.shares_step = None, step
 
     def _measure_errors(
         self,
@@ -443,7 +454,12 @@ class Sampler:
 
     def _is_sampled(self, step: int) -> bool:
         """Whether this step is one of the few of a period on which single gradients are measured."""
-        return self.schedule.due(step, self._recipe.period or 10 * SAMPLES)
+        return self.schedule.due(step, self._period)
+
+    @property
+    def _period(self) -> int:
+        """Steps from one plan to the next."""
+        return self._recipe.period or 10 * SAMPLES
 
     def measures_gains(self, step: int) -> bool:
         """Whether gains are measured in this step; the same on all ranks."""
@@ -546,6 +562,7 @@ class Sampler:
             if not np.isfinite(energy):
                 return
         if not self._recipe.accumulate:
+            row.keep_shares(step, self._period)
             row.sample(tensor, energy, x, self._states, self._moment_of(row))
             if seen is not None:
                 row.sample_signals(seen, self.schedule.sampled % SAMPLES)
@@ -727,11 +744,24 @@ class Sampler:
             for name, row in self.rows.items()
         }
 
-    def restore(self, measured: Mapping[str, Sequence[Any]]) -> None:
-        """Continue from :meth:`measured`."""
+    def shares(self) -> dict[str, list[Any]]:
+        """The step in which errors of layers were measured, and their shares of the energy."""
+        known = self.rows.items()
+        return {
+            name: [row.shares_step, row.shares.tolist()]
+            for name, row in known
+            if row.shares is not None
+        }
+
+    def restore(
+        self, measured: Mapping[str, Sequence[Any]], shares: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Continue from :meth:`measured` and :meth:`shares`."""
         for name, row in self.rows.items():
             sums, row.samples, row.sized, total, period, row.period_steps = measured[name]
             row.sums, row.total, row.period = np.array(sums), _copy(total), _copy(period)
+            if name in shares:
+                row.shares_step, row.shares = int(shares[name][0]), np.array(shares[name][1])
             if self._shares_sum:  # before, the same sum was kept twice
                 row.period, row.period_steps = None, 0
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_adaptive.adaptation.candidates import errors_of
 from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges
 from hvd_adaptive.adaptation.sketch import Gradient, sketch
 from hvd_adaptive.compressors import Compressor, parse
@@ -205,7 +206,7 @@ def test_a_checkpoint_with_the_sum_in_two_places_continues_with_one() -> None:
     state = before.measured()
     for row in state.values():  # as it was written when each of the two kept its own
         row[4], row[5] = row[3].clone(), row[1]
-    after.restore(state)
+    after.restore(state, {})
     assert kept_elements(after) == kept_elements(before)
     for sampler in (before, after):
         feed(sampler, range(4, 6))
@@ -268,6 +269,29 @@ def test_a_controller_refuses_layers_whose_levels_do_not_reach() -> None:
         controllers("accordion:high=0.0001")
 
 
+def test_a_plan_soon_after_another_goes_by_the_errors_measured_for_that_one() -> None:
+    """To measure them takes longer than all else that a plan needs of a step."""
+    (controller,) = controllers("auto:period=100")
+    sampler = controller._sampler
+    row = sampler.rows["wide"]
+    count = len(row.candidates)
+    one, other = gradient(row.layer, 1), gradient(Layer(1, "wide", (64, 32)), 2)
+
+    def shares(x: torch.Tensor, step: int) -> np.ndarray:
+        sampler.observe(row.layer, x, x, step)
+        measured = row.take({})
+        return measured[:count] / measured[count]
+
+    first = shares(one, 0)
+    assert shares(other, 75) == pytest.approx(first), "of the same period"
+    resumed = controllers("auto:period=100")[0]._sampler
+    resumed.restore(sampler.measured(), sampler.shares())
+    assert resumed.rows["wide"].shares == pytest.approx(first)
+    later = shares(other, 100)
+    assert np.abs(later / first - 1).max() > 0.1, "a period is over"
+    assert later == pytest.approx(errors_of(other, row.layer, row.candidates) / float(other @ other))
+
+
 def test_with_signals_errors_are_measured_once_a_period_and_follow_the_energy() -> None:
     """Of the other samples the energy counts: what is lost is about as large a share of it."""
     layer, own = LAYERS[0], parse("qsgdinf:bits=4")
@@ -277,6 +301,7 @@ def test_with_signals_errors_are_measured_once_a_period_and_follow_the_energy() 
     second *= 3.0
 
     def measured(*samples: torch.Tensor) -> np.ndarray:
+        row.shares = None
         for step, x in enumerate(samples):
             row.sample(x, float(x @ x), x, {})
             row.sample_signals(Gradient.seen(x, x, layer.index, step), step)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from hvd_adaptive import merge_compression_states
 from hvd_adaptive.adaptation.candidates import candidates_of
+from hvd_adaptive.adaptation.sampling import SIGNALS
+from hvd_adaptive.adaptation.schedule import SAMPLES
 from hvd_adaptive.adaptation.sketch import SKETCH
 from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state
 from hvd_adaptive.compressors import format_spec, parse
@@ -116,6 +118,7 @@ PLANNERS = (
     "kimad:seconds=1",
     "gravac",
     "accordion",
+    "auto",
 )
 
 
@@ -129,7 +132,8 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
     rows = {layer.name: candidates_of(layer, [own, other]) for layer in LAYERS[:2]}
     twice = 2 if planner.endswith("preconditioned") else 1
     varying = len(other.levels(LAYERS[0]))
-    sums = {name: twice * (len(row) + 1) + varying for name, row in rows.items()}
+    signals = 1 + SAMPLES * SIGNALS if planner == "auto" else 0
+    sums = {name: twice * (len(row) + 1) + varying + signals for name, row in rows.items()}
     chosen = {name: len(row) - 1 for name, row in rows.items()}
     planned = {name: rows[name][index] for name, index in chosen.items()}
     periods = planner.startswith("accordion")
@@ -152,6 +156,7 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
         "table": [0.0] * (sum(sums.values()) + sketches),
         "sampled": 2,
         "measured": {name: [[0.5] * sums[name], 1, 1, None, None, 0] for name in rows},
+        "shares": {"w": [11, [0.5] * len(rows["w"])]} if signals else {},
     }
     routes = {name: [format_spec(each.compressor), "ef"] for name, each in planned.items()}
     kept = {layer.name: {"residual": torch.ones(layer.numel)} for layer in LAYERS[:2]}
