@@ -24,6 +24,7 @@ from benchmarks.network import automatic, priority, schemes, training
 from benchmarks.network import training_tables as tables
 from benchmarks.report import plots, report
 from launch.training import options
+from tests.harness.rank_launcher import without_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -522,7 +523,15 @@ def test_quick_measures_on_a_real_netlab_and_does_not_repeat_itself(tmp_path: Pa
     only = "model=digits,seed=0,rate=200mbit,method=alone/stock-fp16/topk,kind=steps"
     words = ["--quick", "--only", only, "--out", str(out)]
     command = [*training.lab.module("network.training"), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=without_launch(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["cells"]
     names = ["alone", "stock-fp16/200mbit", "topk/200mbit"]
@@ -554,7 +563,7 @@ def interrupted(name: str, *words: str, at: str) -> tuple[int, str]:
     job = subprocess.Popen(
         [*training.lab.module(name), *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**without_launch(), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -608,7 +617,7 @@ def test_the_quick_overhead_runs_without_an_active_environment_and_writes_no_fil
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PATH": path},
+        env={**without_launch(), "PATH": path},
         capture_output=True,
         text=True,
         timeout=300,
