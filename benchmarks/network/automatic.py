@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.harness import command_line, lab, turns
 from benchmarks.harness.turns import share, step
+from hvd_adaptive.planning.explanation import chosen_by
 from launch.training.options import PRESETS
 
 AUTO, FAST = "auto", "auto:accuracy=fast"
@@ -35,8 +36,6 @@ LONG, SLOW, LONG_TURNS = ("lstm-sotu", "mlp-fashion"), ("200mbit", "100mbit"), (
 """Where a dense step takes seconds."""
 SETTLE = 120
 """Steps of auto before its first turn: it measures, plans, compares and changes over."""
-PLAN = "auto: "
-"""How the reason begins that says what was chosen."""
 OF_SCHEMES = ("bucket ", "network of ", "hierarchical ")
 """How reasons begin that are not of ``auto``."""
 SLOWER, NEAR, MOST = 1.02, 1.05, 0.9
@@ -103,8 +102,7 @@ def rows(cases: dict[str, Any]) -> list[list[object]]:
     for method, limits in ((AUTO, "balanced"), (FAST, "fast")):
         for title, both in shares(cases, method).items():
             times = [_ms(cases[title], each) for each in (*DENSE, *FIXED)]
-            said = [line for line in cases[title][method]["reasons"] if line.startswith(PLAN)]
-            chosen = "".join(said[:1]).removeprefix(PLAN).split(";")[0]
+            chosen = chosen_by(cases[title][method]["reasons"]).split(";")[0]
             taken = [_ms(cases[title], method), *(f"{each:.2f}" for each in both)]
             found.append([title, *times, limits, *taken, chosen])
     return found

@@ -213,9 +213,9 @@ class LayerSamples:
         self.samples += 1
         self.sample_sizes(x, states)
 
-    def keep_shares(self, step: int, steps: int) -> None:
-        """Have the errors measured in this step if they were last measured so many steps ago."""
-        if self.shares is None or step >= self.shares_step + steps:
+    def forget_old_shares(self, step: int, age: int) -> None:
+        """Have the errors measured in this step, if that was last done so many steps ago or more."""
+        if self.shares is None or step >= self.shares_step + age:
             self.shares, self.shares_step = None, step
 
     def _measure_errors(
@@ -562,7 +562,7 @@ class Sampler:
             if not np.isfinite(energy):
                 return
         if not self._recipe.accumulate:
-            row.keep_shares(step, self._period)
+            row.forget_old_shares(step, self._period)
             row.sample(tensor, energy, x, self._states, self._moment_of(row))
             if seen is not None:
                 row.sample_signals(seen, self.schedule.sampled % SAMPLES)
@@ -746,10 +746,9 @@ class Sampler:
 
     def shares(self) -> dict[str, list[Any]]:
         """The step in which errors of layers were measured, and their shares of the energy."""
-        known = self.rows.items()
         return {
             name: [row.shares_step, row.shares.tolist()]
-            for name, row in known
+            for name, row in self.rows.items()
             if row.shares is not None
         }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_adaptive.adaptation.prediction import MOST_RANKS, AutoForecast, Method, Predicted, Predictor
 from hvd_adaptive.adaptation.step_trace import StepTrace
+from hvd_adaptive.planning.explanation import chosen_by
 
 __all__ = ["Answer", "Question", "answer", "check_ranks"]
 
@@ -81,7 +82,10 @@ def answer(trace: StepTrace, question: Question) -> Answer:
         *_pays(pays),
         "",
         f"auto, {question.at_step:,} steps into training:",
-        *(f"  {number:>5} ranks  {_said(found)}" for number, found in zip(ranks, autos, strict=True)),
+        *(
+            f"  {number:>5} ranks  {chosen_by(found.reasons)}"
+            for number, found in zip(ranks, autos, strict=True)
+        ),
     ]
     record = {
         "trace": trace.to_dict(),
@@ -182,11 +186,6 @@ def _pays(pays: Sequence[tuple[str, str, list[tuple[int, int]]]]) -> Iterator[st
 def _stretch(found: tuple[int, int]) -> str:
     first, last = found
     return f"from {first} ranks on" if last >= MOST_RANKS else f"{first} to {last} ranks"
-
-
-def _said(found: AutoForecast) -> str:
-    said = next((each for each in found.reasons if each.startswith("auto: ")), "")
-    return said.removeprefix("auto: ")
 
 
 def _ms(seconds: float) -> str:

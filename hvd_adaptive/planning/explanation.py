@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hvd_adaptive.planning.least_time import LEAST_GAIN, Contender, TimeLimits
 
-__all__ = ["explain", "in_ms"]
+__all__ = ["chosen_by", "explain", "in_ms"]
+
+_CHOSEN = "auto: "
+"""How the line begins that says what was chosen."""
 
 
 def explain(
@@ -34,11 +37,22 @@ def explain(
         return (*_why_dense(limits, chosen, left), bounds)
     dense = limits.dense
     first = (
-        f"auto: {_shares(limits, chosen)}; a step of {in_ms(chosen.seconds)} is foreseen, of which "
+        f"{_CHOSEN}{_shares(limits, chosen)}; a step of {in_ms(chosen.seconds)} is foreseen, of which "
         f"{in_ms(chosen.parts.exposed)} exposed communication; "
         f"dense ({dense.name}) {in_ms(dense.seconds)}"
     )
     return first, bounds, _second(limits, chosen)
+
+
+def chosen_by(reasons: Iterable[str]) -> str:
+    """What :func:`explain` says was chosen, among a plan's other reasons; empty if it is not there.
+
+    Example:
+        >>> chosen_by(["compressed steps took 30 ms", "auto: left dense (fp16)"])
+        'left dense (fp16)'
+    """
+    said = next((each for each in reasons if each.startswith(_CHOSEN)), "")
+    return said.removeprefix(_CHOSEN)
 
 
 def _delay(report: Mapping[str, float], left: int | None) -> str:
@@ -52,7 +66,7 @@ def _delay(report: Mapping[str, float], left: int | None) -> str:
 def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple[str, ...]:
     exposed = chosen.parts.exposed / max(chosen.seconds, 1e-12)
     first = (
-        f"auto: left dense ({chosen.name}): a step of {in_ms(chosen.seconds)} is foreseen, of which "
+        f"{_CHOSEN}left dense ({chosen.name}): a step of {in_ms(chosen.seconds)} is foreseen, of which "
         f"{_percent(exposed)} exposed communication"
     )
     if limits.only_dense:

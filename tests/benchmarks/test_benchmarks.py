@@ -563,7 +563,7 @@ def interrupted(name: str, *words: str, at: str) -> tuple[int, str]:
     job = subprocess.Popen(
         [*training.lab.module(name), *words],
         cwd=ROOT,
-        env={**without_launch(), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -617,7 +617,7 @@ def test_the_quick_overhead_runs_without_an_active_environment_and_writes_no_fil
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**without_launch(), "PATH": path},
+        env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         timeout=300,
