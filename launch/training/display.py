@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from hvd_adaptive.collectives.measured_costs import dense_step
 from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.planning.explanation import chosen_by
 from hvd_adaptive.telemetry import Placement
 from hvd_adaptive.telemetry.verdict import verdict
 
@@ -99,11 +100,11 @@ class Progress:
 
     def decided(self, step: int, reasons: Sequence[str]) -> None:
         """Shows what `auto` does from here on and why, where that is not but other numbers."""
-        reason = reasons[0] if reasons and reasons[0].startswith("auto: ") else ""
-        kind = re.sub(r"[\d.]+", "", reason)
+        choice = chosen_by(reasons)
+        kind = re.sub(r"[\d.]+", "", choice)
         if kind not in ("", self._decided):
             self._decided = kind
-            self.say(f"step {step}: {reason}")
+            self.say(f"step {step}: auto: {choice}")
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""

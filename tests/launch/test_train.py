@@ -465,12 +465,11 @@ def test_a_decision_of_auto_is_shown_once_and_again_where_it_is_another_one(
     progress = Progress(0, 100, shown=True)
     dense = "auto: left dense (fp16): a step of {} ms is foreseen, of which {} % exposed"
     first, same = dense.format(16.5, 3), dense.format(17, 4)
-    for step, reason in enumerate(["", first, same, "auto: qsgd on 2 layers", "bucket 0: x"]):
-        progress.decided(step, (reason,) if reason else ())
-    assert capsys.readouterr().err.splitlines() == [
-        f"step 1: {first}",
-        "step 3: auto: qsgd on 2 layers",
-    ]
+    mended = ("a step took 9 ms, 7 ms were foreseen", "auto: qsgd on 2 layers", "limits: none")
+    for step, reasons in enumerate([(), (first,), (same,), mended, ("bucket 0: x",)]):
+        progress.decided(step, reasons)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [f"step 1: {first}", "step 3: auto: qsgd on 2 layers"]
 
 
 @needs_horovod
