@@ -315,6 +315,16 @@ def _record(**checks: _Check) -> _Check:
     return each
 
 
+def _if_there(**checks: _Check) -> _Check:
+    """A dict that may have these keys."""
+
+    def each(value: Any, path: str) -> None:
+        there = {key: check for key, check in checks.items() if key in value}
+        _record(**there)(value, path)
+
+    return each
+
+
 def _values(dtypes: Sequence[torch.dtype]) -> _Check:
     names = " or ".join(str(dtype) for dtype in dtypes)
 
@@ -407,8 +417,13 @@ _PILOT = _record(
         )
     ),
 )
-# of layers: the step in which errors were measured, and each candidate's as a share of the energy
-_SHARES = _by_name(_row(_count, _list_of(_number)))  # older states have none
+_PILOT_BY_NOW = _if_there(  # older states lack these
+    # of layers: the step in which errors were measured, and each candidate's as a share of the energy
+    shares=_maybe(_by_name(_row(_count, _list_of(_number)))),
+    patience=_of("a whole number above 0", lambda value: _kind(value) is int and value > 0),
+    planned=_count,
+    hurries=_flag,
+)
 _OPERATIONS = {
     "allgather": _number,
     "alltoall": _number,
@@ -579,7 +594,7 @@ def _check_controller(state: Mapping[str, Any]) -> None:
     count = len(controller["levels"])
     if list(controller["measured"]) != list(controller["levels"]):
         raise _refused("controller['measured']", "and controller['levels'] must name the same layers")
-    _maybe(_SHARES)(controller.get("shares"), "controller['shares']")
+    _PILOT_BY_NOW(controller, "controller")
     rows = {"controller['told']": controller["told"]}
     if controller["sums"]:
         rows["controller['sums']"] = [controller["sums"]]

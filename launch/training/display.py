@@ -6,6 +6,7 @@ import errno
 import io
 import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from tqdm import tqdm
 
 from hvd_adaptive.collectives.measured_costs import dense_step
 from hvd_adaptive.comm.link_costs import LinkCosts
-from hvd_adaptive.planning.explanation import chosen_by
+from hvd_adaptive.planning.explanation import chosen_by, in_ms
+from hvd_adaptive.planning.plan import Plan
 from hvd_adaptive.telemetry import Placement
 from hvd_adaptive.telemetry.verdict import verdict
 
@@ -188,6 +190,21 @@ def table(
         works = costs.compress + costs.decompress
         lines.append(verdict(costs.total, costs.communicate, works, placement, costs.least_exposed))
     return "\n".join(line for line in lines if line)
+
+
+def since_decided(plan: Plan, done: int, seconds: Sequence[float]) -> str:
+    """What steps have taken since `auto` made the plan in force, to hold against what it foresaw.
+
+    Args:
+        plan: where none of its reasons is of `auto`, nothing is said.
+        done: steps so far.
+        seconds: of this run's last ones.
+    """
+    since = seconds[-(done - plan.step) :] if done > plan.step else []
+    if not since or not chosen_by(plan.reasons):
+        return ""
+    took = f"a step took {in_ms(statistics.median(since))} (median of {len(since):,})"
+    return f"since step {plan.step:,}, when that was decided, {took}"
 
 
 def at_gigabit(numel: Sequence[int], compute: float, ranks: int) -> str:

@@ -30,7 +30,7 @@ from hvd_adaptive.telemetry import Meter
 
 from . import data, models, result
 from . import options as command_line
-from .display import Progress, at_gigabit, gather_costs, table
+from .display import Progress, at_gigabit, gather_costs, since_decided, table
 from .loop import (
     Batches,
     Score,
@@ -409,10 +409,11 @@ def finish(run: TrainingRun, end: End, score: Score) -> None:
     placement = metered.placement if metered is not None else None
     say("\n" + table(costs, dense_bytes, samples_per_step(run), end.train_loss, score, placement))
     if metered is not None:
-        for reason in run.optimizer.plan.reasons:
-            say(reason)
-        if foreseen := at_gigabit([each.numel() for each in gradients], costs.compute, hvd.size()):
-            say(foreseen)
+        plan = run.optimizer.plan
+        since = since_decided(plan, end.position.step, end.clock.seconds)
+        elsewhere = at_gigabit([each.numel() for each in gradients], costs.compute, hvd.size())
+        for line in filter(None, (*plan.reasons, since, elsewhere)):
+            say(line)
     if run.options.result is not None and hvd.rank() == 0:
         last = Evaluation(end.position.step, math.fsum(end.clock.seconds), score)
         run_and_costs = result.describe(run.options, hvd.size(), dense_bytes, costs)

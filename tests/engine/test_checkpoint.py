@@ -155,6 +155,9 @@ def planned_state(planner: str) -> tuple[dict[str, Any], Run]:
         '"sums": []}',
         "table": [0.0] * (sum(sums.values()) + sketches),
         "sampled": 2,
+        "patience": 1,
+        "planned": 9,
+        "hurries": False,
         "measured": {name: [[0.5] * sums[name], 1, 1, None, None, 0] for name in rows},
         "shares": {"w": [11, [0.5] * len(rows["w"])]} if signals else {},
     }
