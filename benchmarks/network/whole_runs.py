@@ -8,9 +8,10 @@
 Models, lengths, levels, learning rates and dense starts are those of long_runs.py: long enough that
 error feedback can keep accuracy. Here 4 real ranks train on 4 hosts with links of 200 Mbit/s
 (launch/netlab.sh), and seconds count, with all that a method measures, plans and tries, but without
-evaluations. All methods train in turn within one job, 20 steps each, because machines have slow phases.
-The target is what stock Horovod in half precision ends with, less half a point of accuracy or plus 1 %
-of perplexity. The best static method is chosen in hindsight. One seed: what is compared is time.
+evaluations and the loading of kernels. All methods train in turn within one job, 20 steps each, because
+machines have slow phases. The target is what stock Horovod in half precision ends with, less half a
+point of accuracy or plus 1 % of perplexity. The best static method is chosen in hindsight. One seed:
+what is compared is time.
 """
 
 from __future__ import annotations

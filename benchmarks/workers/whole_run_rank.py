@@ -4,7 +4,8 @@
         --floor 0.02 --result FILE '["--preset", "mlp-fashion", "--compression", "auto"]' ...
 
 Each list holds the arguments of one training, as of launch/train.py; each has a model, data and a clock
-of its own. The clock runs in its steps only, and holds all that they measure, plan and try.
+of its own. The clock runs in its steps only, and holds all that they measure, plan and try; but not the
+loading of kernels, which a process does once, whichever training comes first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 import hvd_adaptive as hva
 from benchmarks.workers.presets import prepare
+from hvd_adaptive.commands.precompile import precompile
 from launch.training import data
 from launch.training.main import make_optimizer
 
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hva.init(hierarchical=True)
+    precompile()
     # Cutting a text into words takes seconds.
     data.load = functools.cache(data.load)
     trainings = [Training(words, options.steps, options.floor) for words in options.trainings]
