@@ -14,6 +14,7 @@ Ranks are those of the process set here.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +54,7 @@ from hvd_adaptive.planning import (
     Recipe,
     StepMeasurements,
 )
+from hvd_adaptive.planning.explanation import LastChoice
 from hvd_adaptive.planning.plan import Expected
 from hvd_adaptive.telemetry import Meter
 from hvd_adaptive.telemetry.tags import in_milliseconds
@@ -60,6 +62,7 @@ from hvd_adaptive.telemetry.tags import in_milliseconds
 LAG = 5
 """Steps from the trigger of a plan to the switch."""
 _PLANNING_RANK = "rank 0 of the process set"
+_LOGGER = logging.getLogger("hvd_adaptive")
 
 
 class AdaptationController:
@@ -115,7 +118,7 @@ class AdaptationController:
         self._sums: tuple[int, ...] = ()  # of sums that are compressed again, likewise
         self.expected: dict[str, Expected] = {}
         """What the last plan expects of every layer, where errors were measured."""
-        self._forecast = Forecast(meter)
+        self._forecast, self._last_choice = Forecast(meter), LastChoice()
         self._ended: float | None = None
         self.idle = True
         """Whether this is the dense warm-up, in which nothing is decided."""
@@ -388,6 +391,8 @@ class AdaptationController:
             self.outlook.price_again()
         self._forecast.begin(message.report, step)
         _write_report(self._meter, message, step)
+        if self._first and (news := self._last_choice.news(message.reasons)):
+            _LOGGER.info("step %d: auto: %s", step, news)
         return self.assignments() if message.changed else None
 
     # --- state ------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ hvd.init() becomes hvd_adaptive.init(). The script keeps its own compression= un
 given. Rank 0 says in one line what was replaced, or why nothing was.
 
 examples:
-  horovodrun -np 2 hva run --compression topk:density=0.01 -- python train.py --epochs 3
+  horovodrun -np 2 hva run --compression auto -- python train.py --epochs 3
   mpirun -np 4 hva run --compression qsgd:bits=4 --scheme two_shot -- train.py
   srun --mpi=pmix hva run --compression powersgd --telemetry runs/first -- python -m project.train
 """

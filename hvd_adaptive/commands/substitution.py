@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,12 +33,25 @@ def install(hvd: ModuleType, settings: Mapping[str, Any], replaced: list[str]) -
     """
     arguments: dict[str, Any] = dict(settings["arguments"])
     rehearsal = settings.get("rehearsal")
+    program = settings.get("program", "hva run")
     watch = None if rehearsal is None else Rehearsal(hvd, rehearsal).watch
-    wrap = _Wrapping(hvd, arguments, replaced, settings.get("program", "hva run"), watch)
+    if rehearsal is None:
+        _show_decisions(program)
+    wrap = _Wrapping(hvd, arguments, replaced, program, watch)
     for module in (hvd, sys.modules["horovod.torch.optimizer"]):
         module.DistributedOptimizer = wrap.function()  # type: ignore[attr-defined]
     niceness = NICENESS if settings["niceness"] is None else int(settings["niceness"])
     hvd.init = _init(hvd, niceness, arguments.get("scheme"))  # type: ignore[attr-defined]
+
+
+def _show_decisions(program: str) -> None:
+    """Rank 0 says what ``auto`` decides, unless the script has set up logging, which then shows it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{program}: %(message)s"))
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
+    logger = logging.getLogger("hvd_adaptive")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _init(hvd: ModuleType, niceness: int, scheme: str | None) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from hvd_adaptive.planning.least_time import LEAST_GAIN, Contender, TimeLimits
 
-__all__ = ["chosen_by", "explain", "in_ms"]
+__all__ = ["LastChoice", "chosen_by", "explain", "in_ms"]
 
 _CHOSEN = "auto: "
 """How the line begins that says what was chosen."""
@@ -53,6 +54,30 @@ def chosen_by(reasons: Iterable[str]) -> str:
     """
     said = next((each for each in reasons if each.startswith(_CHOSEN)), "")
     return said.removeprefix(_CHOSEN)
+
+
+class LastChoice:
+    """What was chosen last, to tell another choice from the same one in other numbers.
+
+    Example:
+        >>> last = LastChoice()
+        >>> last.news(["auto: left dense (fp16): a step of 16 ms is foreseen"])
+        'left dense (fp16): a step of 16 ms is foreseen'
+        >>> last.news(["auto: left dense (fp16): a step of 17.5 ms is foreseen"])
+        ''
+    """
+
+    def __init__(self) -> None:
+        self._kind = ""
+
+    def news(self, reasons: Iterable[str]) -> str:
+        """What was chosen, as :func:`chosen_by` finds it; empty if that is no other choice."""
+        choice = chosen_by(reasons)
+        kind = re.sub(r"[\d.]+", "", choice)
+        if kind in ("", self._kind):
+            return ""
+        self._kind = kind
+        return choice
 
 
 def _delay(report: Mapping[str, float], left: int | None) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import math
-import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
@@ -82,7 +83,6 @@ class Progress:
         self.shown = shown
         self._next_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
-        self._decided = ""
         if shown and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -100,14 +100,6 @@ class Progress:
             self._next_line = time.monotonic() + LINE_SECONDS
             self.say(f"step {step}/{self.total}: {text}")
 
-    def decided(self, step: int, reasons: Sequence[str]) -> None:
-        """Shows what `auto` does from here on and why, where that is not but other numbers."""
-        choice = chosen_by(reasons)
-        kind = re.sub(r"[\d.]+", "", choice)
-        if kind not in ("", self._decided):
-            self._decided = kind
-            self.say(f"step {step}: auto: {choice}")
-
     def say(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
         if self.shown:
@@ -117,6 +109,33 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class _Notices(logging.Handler):
+    """Lines of a training's progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.say(record.getMessage())
+
+
+@contextmanager
+def library_notices(progress: Progress) -> Iterator[None]:
+    """Shows meanwhile what the library logs: what `auto` decides, and why."""
+    logger, handler = logging.getLogger("hvd_adaptive"), _Notices(progress)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # once is enough
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,14 @@ from hvd_adaptive.telemetry import Meter
 
 from . import data, models, result
 from . import options as command_line
-from .display import Progress, at_gigabit, gather_costs, since_decided, table
+from .display import (
+    Progress,
+    at_gigabit,
+    gather_costs,
+    library_notices,
+    since_decided,
+    table,
+)
 from .loop import (
     Batches,
     Score,
@@ -126,7 +133,7 @@ def run(options: TrainingOptions, vote: StopVote) -> int:
         options, task, model, optimizer, meter, batches, schedule, checkpoints, progress, vote
     )
     try:
-        with spared_from_collection():
+        with spared_from_collection(), library_notices(progress):
             end = train(setup, start)
         score = None if vote.outcome else evaluate(model, task, options.eval_examples, vote)
     finally:
@@ -360,8 +367,6 @@ def log(run: TrainingRun, step: int, rate: float, losses: list[float], clock: St
     run.meter.scalar("train/loss", loss, step)
     run.meter.scalar("train/learning_rate", rate, step)
     if run.progress.shown:
-        if run.options.distributed == "adaptive":
-            run.progress.decided(step, run.optimizer.plan.reasons)
         ratio = run.meter.summary().ratio_payload
         run.progress.report(step, loss, samples_per_step(run) / clock.mean(), ratio)
     return loss

@@ -86,6 +86,25 @@ def test_options_go_before_the_scripts_and_everything_else_is_passed_on(tmp_path
     assert "qsgd" in logged
 
 
+@pytest.mark.distributed
+def test_what_auto_decides_is_said_by_rank_0_or_by_the_scripts_own_logging() -> None:
+    once_and_again = """
+import logging, runpy, sys
+sys.argv[1:] = ["--epochs", "3"]
+runpy.run_path("mnist.py", run_name="__main__")
+logging.basicConfig(format="own: %(message)s")
+runpy.run_path("mnist.py", run_name="__main__")
+"""
+    status, said = ranks("--compression", "auto", "--", sys.executable, "-c", once_and_again)
+    assert status == 0, said
+    by_us = re.findall(r"hva run: step \d+: auto: .*", said)
+    by_the_script = re.findall(r"own: step \d+: auto: .*", said)
+    assert by_us
+    assert by_the_script
+    assert len(re.findall(r"step \d+: auto: ", said)) == len(by_us) + len(by_the_script)
+    assert said.rindex(by_us[-1]) < said.index(by_the_script[0])
+
+
 # ------------------------------------------------------------------------------ what one process shows
 
 

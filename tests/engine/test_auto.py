@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,7 @@ from hvd_adaptive.engine.cost_measurement import CostMeasurement  # noqa: E402
 from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
 from hvd_adaptive.engine.known_costs import KnownCosts  # noqa: E402
 from hvd_adaptive.planning import Auto, Plan  # noqa: E402
+from hvd_adaptive.planning.explanation import chosen_by  # noqa: E402
 
 SLOW = LinkCosts(2e-4, 2e-4, 8e-7, 8e-7)  # 10 Mbit/s
 FAST = LinkCosts(1e-6, 1e-6, 1e-11, 1e-11)
@@ -111,6 +115,19 @@ def test_a_fast_network_makes_it_stay_dense() -> None:
     _, plans, _ = train(FAST, 60)
     assert all(compressors_of(plan) <= {"fp16", "none"} for plan in plans)
     assert any("left dense" in reason for reason in plans[-1].reasons)
+
+
+def test_each_other_choice_is_logged_once_and_by_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hvd_adaptive"):
+        _, plans, _ = train(SLOW, 160)
+    by_step = {plan.step: chosen_by(plan.reasons) for plan in plans if chosen_by(plan.reasons)}
+    logged = [record.getMessage() for record in caplog.records]
+    made = [f"step {step}: auto: {choice}" for step, choice in by_step.items()]
+    assert logged[0] == made[0]
+    assert 1 < len(logged) < len(made)
+    assert [each for each in made if each in logged] == logged
+    kinds = [re.sub(r"[\d.]+", "", each.partition("auto:")[2]) for each in logged]
+    assert all(one != next_one for one, next_one in itertools.pairwise(kinds))
 
 
 def test_named_candidates_are_what_it_chooses_from() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 
@@ -15,6 +16,7 @@ from launch.training.display import (
     Costs,
     Progress,
     at_gigabit,
+    library_notices,
     since_decided,
     table,
 )
@@ -34,17 +36,17 @@ def test_the_parts_of_a_step_add_up_and_what_is_unknown_is_said() -> None:
     assert unknown.count("not measured") == 9
 
 
-def test_a_decision_of_auto_is_shown_once_and_again_where_it_is_another_one(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("shown", "lines"), [(True, 1), (False, 0)])
+def test_what_the_library_logs_during_a_training_is_a_line_of_rank_0(
+    shown: bool, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = Progress(0, 100, shown=True)
-    dense = "auto: left dense (fp16): a step of {} ms is foreseen, of which {} % exposed"
-    first, same = dense.format(16.5, 3), dense.format(17, 4)
-    mended = ("a step took 9 ms, 7 ms were foreseen", "auto: qsgd on 2 layers", "limits: none")
-    for step, reasons in enumerate([(), (first,), (same,), mended, ("bucket 0: x",)]):
-        progress.decided(step, reasons)
-    shown = capsys.readouterr().err.splitlines()
-    assert shown == [f"step 1: {first}", "step 3: auto: qsgd on 2 layers"]
+    logger = logging.getLogger("hvd_adaptive")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with library_notices(Progress(0, 100, shown)):
+        logger.info("step %d: auto: left dense (fp16)", 30)
+    logger.info("nobody asked for this")
+    assert capsys.readouterr().err == "step 30: auto: left dense (fp16)\n" * lines
+    assert (logger.level, logger.propagate, logger.handlers) == before
 
 
 @pytest.mark.parametrize(
