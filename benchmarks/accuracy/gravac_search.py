@@ -8,13 +8,14 @@
 Presets train with the gradients of 4 virtual ranks (virtual_training.py) until a factor has been kept
 for half a window, with the paper's two thresholds of the gain. A step's seconds are assumed, so that
 noise decides nothing: computing, and the plan's bytes on a link. Gains, and all decisions, are real.
+Factors grow exponentially, as in the paper's figures 7 to 9, or geometrically, as in its figure 10.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,32 @@ SEEDS = (1, 2, 3)
 COMPRESSION = "topk:density=0.01"
 MBIT, COMPUTE_SECONDS = 100, 0.05
 """Of the link, and of forward and backward pass: assumed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a model of :data:`PRESETS`, GraVAC's threshold of the gain and policy, and the seed."""
+
+    model: str
+    epsilon: float
+    seed: int
+    policy: str = "exponential"
+
+    def recipe(self, window: int = WINDOW) -> GraVAC:
+        """The planner."""
+        return GraVAC(epsilon=self.epsilon, window=window, policy=self.policy)
+
+
 CASES = {
-    f"{model} {epsilon} seed {seed}": (model, epsilon, seed)
+    f"{model} {epsilon} seed {seed}": Case(model, epsilon, seed)
     for model in PRESETS
     for epsilon in EPSILONS
     for seed in SEEDS
+} | {
+    # the paper's figure 10
+    f"resnet geometric {EPSILONS[0]} seed {seed}": Case("resnet", EPSILONS[0], seed, "geometric")
+    for seed in SEEDS
 }
-
-
-def recipe_of(epsilon: float, window: int = WINDOW) -> GraVAC:
-    """The planner of a case."""
-    return GraVAC(epsilon=epsilon, window=window)
 
 
 def most_steps(recipe: GraVAC) -> int:
@@ -111,7 +127,8 @@ def observed(recipe: GraVAC) -> tuple[GraVAC, Search]:
         def budget(self, ranks: int = 1) -> Budget:
             return ObservedBudget(self, ranks)
 
-    return ObservedGraVAC(epsilon=recipe.epsilon, window=recipe.window), search
+    options = {each.name: getattr(recipe, each.name) for each in fields(recipe) if each.init}
+    return ObservedGraVAC(**options), search
 
 
 def seconds_of(plan: Plan) -> float:
@@ -156,9 +173,9 @@ def measure(wanted: list[str], cases: dict[str, Any], out: Path | None, quick: b
 
     hva.init()
     for title in wanted:
-        model, epsilon, seed = CASES[title]
-        recipe = recipe_of(epsilon, 20 if quick else WINDOW)
-        found = train("mlp-digits" if quick else PRESETS[model], recipe, seed)
+        case = CASES[title]
+        recipe = case.recipe(20 if quick else WINDOW)
+        found = train("mlp-digits" if quick else PRESETS[case.model], recipe, case.seed)
         command_line.keep(cases, title, found, rows, missed, out)
 
 
@@ -216,7 +233,7 @@ def rows(cases: Mapping[str, Any]) -> list[list[object]]:
     heading = ("run", "tried", "kept", "its gain", "steps per second x gain")
     table: list[list[object]] = [[*heading, "next best that suffices", "dense in a row", "steps"]]
     for title, case in cases.items():
-        speeds = suffice(case, CASES[title][1])
+        speeds = suffice(case, CASES[title].epsilon)
         own = speeds.pop(case["kept"], None)
         best = max(speeds, key=lambda theta: speeds[theta], default=None)
         table.append(
@@ -239,7 +256,7 @@ def missed(cases: Mapping[str, Any]) -> list[str]:
     problems = [
         f"{title}: {fault}"
         for title, case in cases.items()
-        for fault in faults(case, recipe_of(CASES[title][1]))
+        for fault in faults(case, CASES[title].recipe())
     ]
     return problems + command_line.left_out(CASES, cases, "runs are missing")
 

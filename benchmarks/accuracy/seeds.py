@@ -6,6 +6,7 @@ seeds differ by is larger than what methods do.
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,6 +69,33 @@ def all_bytes(case: Mapping[str, Any], since: int = 0) -> float:
     starts = [max(since, step) for step, _ in case["bytes"]]
     lengths = [end - start for start, end in zip(starts, [*starts[1:], case["steps"]], strict=True)]
     return float(sum(length * value for length, (_, value) in zip(lengths, case["bytes"], strict=True)))
+
+
+def ratios(case: Mapping[str, Any], dense: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """From which step on a rank sends how many times fewer bytes than in a step of a dense run.
+
+    Example:
+        >>> ratios({"bytes": [[0, 80], [20, 8]]}, {"bytes": [[0, 80]]})
+        [(0, 1.0), (20, 10.0)]
+    """
+    full = dense["bytes"][0][1]
+    return [(int(step), full / value) for step, value in case["bytes"]]
+
+
+def shares_of_steps(
+    found: Sequence[tuple[int, float]], steps: int, bounds: Sequence[float]
+) -> list[float]:
+    """Of a run's steps, those with a ratio below the first bound, between two, and from the last on.
+
+    Example:
+        >>> shares_of_steps([(0, 1.0), (20, 10.0)], 100, [2, 40])
+        [0.2, 0.8, 0.0]
+    """
+    shares = [0.0] * (len(bounds) + 1)
+    ends = [*(step for step, _ in found[1:]), steps]
+    for (step, ratio), end in zip(found, ends, strict=True):
+        shares[bisect.bisect_right(bounds, ratio)] += (end - step) / steps
+    return shares
 
 
 def lost(case: Mapping[str, Any], dense: Mapping[str, Any]) -> float:

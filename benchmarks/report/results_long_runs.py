@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.accuracy.seeds import DENSE, by_seed, pairs_of, ratios, shares_of_steps
 from benchmarks.report.old_defaults import Measured, note
 from benchmarks.report.results_markdown import load, missed, of_rows, section, source
 
@@ -110,6 +112,12 @@ HERE = {"powersgd": "topk", "powersgd lgreco": "lgreco"}
 TABLE_4 = ("mlp", "resnet")
 PLANNED = {"qsgd": "qsgd lgreco", "topk": "lgreco", "powersgd": "powersgd lgreco"}
 """L-GreCo's runs, by the reference that each starts from."""
+PLANNERS = ("lgreco", "accordion", "accordion lgreco", "cgx", "gravac", "auto")
+"""Those that change what a step sends while a model trains."""
+PLOTTED = ("resnet", "mlp", "lstm", "transformer")
+BOUNDS = (1.5, 3.0, 10.0, 30.0, 100.0)
+"""Of compression ratios: half precision is between the first two."""
+STRONG = 30.0
 LEVELS = {"qsgd": "4 bit", "topk": "2 %", "powersgd": "rank 4"}
 
 
@@ -141,7 +149,6 @@ def _scored(mean: float, deviation: float | None, ratio: float, times: float | N
 def _ours(cases: Mapping[str, Any], model: str, method: str) -> str:
     """Mean and deviation of the scores, the ratio to dense, and how many times the reference's."""
     from benchmarks.accuracy.long_runs import outcomes
-    from benchmarks.accuracy.seeds import by_seed
 
     scores = [run["score"] for run in by_seed(cases, model, method).values()]
     found = outcomes(cases).get((model, method))
@@ -161,6 +168,43 @@ def table_4(cases: Mapping[str, Any]) -> list[list[object]]:
         ours = [_ours(cases, model, HERE.get(method, method)) for model in TABLE_4]
         table.append([name, f"{ratio:.1f}", tokens, *ours])
     return table
+
+
+def shares(cases: Mapping[str, Any], model: str, method: str) -> list[float]:
+    """Of the steps of all seeds' runs, by :data:`BOUNDS`; none where nothing was run."""
+    pairs = pairs_of(*(by_seed(cases, model, each) for each in (DENSE, method)))
+    found = [shares_of_steps(ratios(run, dense), run["steps"], BOUNDS) for dense, run in pairs]
+    return [statistics.mean(each) for each in zip(*found, strict=True)]
+
+
+def ratio_rows(cases: Mapping[str, Any]) -> list[list[object]]:
+    """How many of its steps each planner takes at which compression ratio."""
+    between = (f"{low:g} to {high:g}" for low, high in itertools.pairwise(BOUNDS))
+    heading = ["model", "planner", "seeds", "dense", *between, f"{BOUNDS[-1]:g} or more"]
+    table: list[list[object]] = [[*heading]]
+    for model in PLOTTED:
+        for method in PLANNERS:
+            found = shares(cases, model, method)
+            if found:
+                seeds = len(by_seed(cases, model, method))
+                table.append([model, method, seeds, *(f"{100 * each:.0f} %" for each in found)])
+    return table
+
+
+def at_ratios(cases: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """The picture and the table of the section."""
+    from_there = BOUNDS.index(STRONG) + 1
+    found = {model: shares(cases, model, "gravac")[from_there:] for model in PLOTTED}
+    strong = [f"{100 * sum(each):.0f} % ({model})" for model, each in found.items() if each]
+    said = f"GraVAC takes so many of its steps with at least {STRONG:g} times fewer bytes than dense "
+    return (
+        "Compression over the steps",
+        "When do planners compress how hard?",
+        f"{said}ones: {', '.join(strong)}. Shares of the steps, mean of the seeds; the picture, in the "
+        "form of L-GreCo's figure 9, is of one seed.",
+        "![Compression ratio over the steps of training](results/long_runs_ratio.png)\n\n"
+        + of_rows(ratio_rows(cases)),
+    )
 
 
 def in_form(form: Form, cases: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -233,5 +277,6 @@ def long_runs() -> str:
             "over the whole run; no tokens a second, because these runs are not timed.",
             of_rows(table_4(figures["cases"])),
         ),
+        at_ratios(figures["cases"]),
         end="\n\n".join(filter(None, (note(of_auto(figures["cases"])), missed(figures)))),
     )

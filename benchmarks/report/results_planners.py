@@ -18,20 +18,20 @@ def gravac_search() -> str:
         RANKS,
         WINDOW,
         faults,
-        recipe_of,
         rows,
     )
 
     figures = load("gravac_search")
     cases = figures["cases"]
-    sound = sum(not faults(case, recipe_of(CASES[title][1])) for title, case in cases.items())
+    sound = sum(not faults(case, CASES[title].recipe()) for title, case in cases.items())
     kept = [case["kept"] for case in cases.values() if case["kept"] is not None]
     ends = f", at {span(kept, 'g')}x" if kept else ""
     return section(
         "GraVAC's search",
         f"Presets trained with the gradients of {RANKS} virtual ranks, window {WINDOW}, epsilon as in "
-        f"a run's name. Gains are real; a step's seconds are assumed: {COMPUTE_SECONDS:g} s "
-        f"and the plan's bytes at {MBIT} Mbit/s. {source('gravac_search', figures)}",
+        "a run's name, exponential policy or *geometric*. Gains are real; a step's time is assumed: "
+        f"{COMPUTE_SECONDS:g} s and the plan's bytes at {MBIT} Mbit/s. "
+        f"{source('gravac_search', figures)}",
         (
             "Factors tried and kept",
             "Does the search visit its factors, leave dense steps behind, and keep the factor with the "

@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from benchmarks.micro import multi_level
 from benchmarks.network import bucket_times
 from benchmarks.report import (
     old_defaults,
+    plots_long_runs,
     report,
     results_long_runs,
     results_planners,
@@ -77,8 +79,16 @@ def search(kept: float | None = 160.0, **others: Any) -> dict[str, Any]:
 def test_what_must_hold_of_a_search_is_checked(
     case: dict[str, Any], epsilon: float, fault: str | None
 ) -> None:
-    found = gravac_search.faults(case, gravac_search.recipe_of(epsilon))
+    found = gravac_search.faults(case, gravac_search.Case("mlp", epsilon, 1).recipe())
     assert (found == []) if fault is None else any(each.startswith(fault) for each in found), found
+
+
+def test_the_planner_that_is_observed_is_the_cases() -> None:
+    recipe = gravac_search.CASES["resnet geometric 0.7 seed 1"].recipe(window=20)
+    assert recipe.candidate_factors() == (10, 20, 40, 80, 160, 320, 640, 1000)
+    observed, _ = gravac_search.observed(recipe)
+    assert vars(observed) == vars(recipe)
+    assert observed.candidate_factors() == recipe.candidate_factors()
 
 
 def test_a_search_is_recorded_until_its_factor_is_kept_and_again_where_it_starts_again() -> None:
@@ -506,6 +516,35 @@ def test_levels_and_models_of_the_forms_are_those_that_are_trained(
     assert results_long_runs.LEVELS == {"qsgd": "4 bit", "topk": "2 %", "powersgd": "rank 4"}
 
 
+def test_steps_of_a_run_are_counted_and_drawn_by_how_hard_they_are_compressed(tmp_path: Path) -> None:
+    def run(*changes: list[float]) -> dict[str, Any]:
+        return {"score": {"accuracy": 0.9}, "losses": [], "bytes": [*changes], "steps": 100}
+
+    cases = {
+        "mlp dense seed 1": run([0, 100.0]),
+        "mlp dense seed 2": run([0, 100.0]),
+        "mlp gravac seed 1": run([0, 100.0], [20, 2.0]),
+        "mlp gravac seed 2": run([0, 100.0], [40, 20.0], [90, 1.0]),
+        "mlp auto seed 1": run([0, 50.0]),
+        "lstm gravac seed 1": run([0, 10.0]),  # without a dense run
+    }
+    assert results_long_runs.ratio_rows(cases)[1:] == [
+        ["mlp", "gravac", 2, "30 %", "0 %", "25 %", "0 %", "40 %", "5 %"],
+        ["mlp", "auto", 1, "0 %", "100 %", "0 %", "0 %", "0 %", "0 %"],
+    ]
+    _, _, answer, table = results_long_runs.at_ratios(cases)
+    assert "ones: 45 % (mlp)." in answer
+    assert "(results/long_runs_ratio.png)" in table
+    assert plots_long_runs.curves(cases, "mlp", 1)["gravac"] == ([0, 20, 100], [1.0, 50.0, 50.0])
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ratio.png"
+    assert plots_long_runs.compression(cases, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert not plots_long_runs.compression({}, tmp_path / "empty.png")
+    assert set(results_long_runs.PLOTTED) < set(long_runs.SETUPS)
+    assert all(map(long_runs.method_of, results_long_runs.PLANNERS))
+
+
 # ------------------------------------------------------------------------------------------- three bits
 
 
@@ -569,7 +608,7 @@ def test_every_quantizer_is_one_that_train_py_knows(method: str) -> None:
         (
             results_planners.gravac_search,
             {"cases": {"mlp 0.7 seed 1": search(), "mlp 0.9 seed 1": search()}},
-            "In 1 of 2 runs, at 160x (12 are planned).",
+            "In 1 of 2 runs, at 160x (15 are planned).",
         ),
         (
             results_planners.bucket_times,

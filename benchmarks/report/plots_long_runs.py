@@ -1,0 +1,79 @@
+"""Draws how hard planners compress during the runs of benchmarks/accuracy/long_runs.py.
+
+    python -m benchmarks.report.plots_long_runs    # results/long_runs_ratio.png
+
+A picture for each model, one run of each planner: how many times fewer bytes than dense training it
+sends, over the steps, as in L-GreCo's figure 9. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.seeds import DENSE, SEEDS, by_seed, ratios
+from benchmarks.report import report
+from benchmarks.report.plots import SHADES
+from benchmarks.report.results_long_runs import PLANNERS, PLOTTED
+
+
+def compression(cases: Mapping[str, Any], path: Path) -> bool:
+    """The ratio of each planner over the steps of its run of the first seed.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    seed = SEEDS[0]
+    found = {model: curves(cases, model, seed) for model in PLOTTED}
+    models = [model for model, known in found.items() if known]
+    if not models:
+        return False
+    figure, axes = report.pyplot().subplots(
+        1, len(models), figsize=(3.6 * len(models), 3.4), squeeze=False
+    )
+    for place, model in zip(axes[0], models, strict=True):
+        for method, (steps, values) in found[model].items():
+            shade = SHADES[method.replace(" ", "+")]
+            place.plot(steps, values, drawstyle="steps-post", color=shade, label=method)
+        place.set(title=model, xlabel="step", yscale="log")
+        place.grid(alpha=0.25)
+    axes[0][0].set_ylabel("times fewer bytes than dense")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=110)
+    print(f"written to {path}")
+    return True
+
+
+def curves(cases: Mapping[str, Any], model: str, seed: int) -> dict[str, tuple[list[int], list[float]]]:
+    """Of each planner that was run: the steps at which its ratio changes, with the last, and ratios."""
+    dense = by_seed(cases, model, DENSE).get(seed)
+    found = {}
+    for method in PLANNERS:
+        run = by_seed(cases, model, method).get(seed)
+        if run is not None and dense is not None:
+            steps, values = (list(each) for each in zip(*ratios(run, dense), strict=True))
+            found[method] = ([*steps, run["steps"]], [*values, values[-1]])
+    return found
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of long_runs.json")
+    folder = parser.parse_args().results
+    file = folder / "long_runs.json"
+    if not file.exists():
+        print(f"{file} is missing: run benchmarks/accuracy/long_runs.py", file=sys.stderr)
+        return 1
+    drawn = compression(json.loads(file.read_text())["cases"], folder / "long_runs_ratio.png")
+    return int(not drawn)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
