@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import logging
@@ -18,6 +19,8 @@ from hvd_adaptive.comm.startup import init as start
 from hvd_adaptive.commands.rehearsal import Rehearsal
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.optimizer import DistributedOptimizer
+from hvd_adaptive.telemetry import Meter
+from hvd_adaptive.telemetry.summary import Summary
 
 
 def install(hvd: ModuleType, settings: Mapping[str, Any], replaced: list[str]) -> None:
@@ -111,15 +114,26 @@ class _Wrapping:
             self._say("left op=hvd.Adasum to Horovod, whose gradients cannot be compressed")
             return self._stock(**given)
         try:
-            optimizer = DistributedOptimizer(**{**given, **self._arguments})
+            optimizer: Any = DistributedOptimizer(**{**given, **self._arguments})
         except ValueError as error:
             # it judges its arguments on all ranks together, so all of them end here
             self._say(str(error))
             raise SystemExit(2) from None
         if self._watch is not None:
             self._watch(optimizer)
+        else:
+            self._sum_up_at_the_end(optimizer.meter)
         self._say(f"hvd.DistributedOptimizer is hvd_adaptive's: {self._description(given)}")
         return optimizer
+
+    def _sum_up_at_the_end(self, meter: Meter) -> None:
+        """Rank 0 then says what its steps took and sent, and what bounded them."""
+        if self._hvd.rank() == 0:
+            atexit.register(lambda: self._print_summary(meter.summary()))
+
+    def _print_summary(self, summary: Summary) -> None:
+        for text in filter(None, (summary.line(), summary.verdict)):
+            self._print(text)
 
     def _is_plain(self, given: Mapping[str, Any]) -> bool:
         compression = self._arguments.get("compression", from_horovod(given.get("compression", "none")))
@@ -141,7 +155,10 @@ class _Wrapping:
         """A line of rank 0, which is then the last word: nothing is said of what was not replaced."""
         self._replaced.append(text)
         if self._hvd.rank() == 0:
-            print(f"{self._program}: {text}", file=sys.stderr, flush=True)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(f"{self._program}: {text}", file=sys.stderr, flush=True)
 
 
 def _spec(compression: Any) -> str:

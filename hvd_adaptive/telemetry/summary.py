@@ -48,6 +48,28 @@ class Summary:
         """Payloads of the whole run in units of a float32, as GraVAC counts them."""
         return self.sent_bytes / 4
 
+    def line(self) -> str:
+        """What a step costs and sends, in one line; "" where no step is complete.
+
+        Example:
+            >>> unknown = float("nan")
+            >>> seconds = (1e-3, 5.2e-4, 7e-5, 4e-4, 1e-5)
+            >>> found = Summary(295, unknown, *seconds, 5, 7, 9, 1.8, 1.3, unknown)
+            >>> print(*found.line().split("; "), sep="\\n")
+            steps of 1 ms: 52 % compute, 8 % compression, 40 % exposed communication
+            5 bytes sent (dense: 9)
+        """
+        if not self.total > 0:
+            return ""
+        parts = {
+            "compute": self.compute,
+            "compression": self.compress + self.decompress,
+            "exposed communication": self.communicate,
+        }
+        shares = ", ".join(f"{100 * each / self.total:.0f} % {name}" for name, each in parts.items())
+        sent = f"{self.payload_bytes:,.0f} bytes sent (dense: {self.dense_bytes:,.0f})"
+        return f"steps of {1e3 * self.total:.3g} ms: {shares}; {sent}"
+
     def table(self) -> str:
         """The summary as aligned lines of text."""
         lines = [("steps measured", f"{self.steps:.0f}")]

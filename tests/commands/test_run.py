@@ -43,6 +43,13 @@ def lines_of(said: str) -> list[str]:
     return [line for line in said.splitlines() if "hva run:" in line]
 
 
+def sums(said: str) -> list[tuple[int, int]]:
+    """At the end of each optimizer: the bytes that a step sends, and those of dense gradients."""
+    shares = r"\d+ % compute, \d+ % compression, \d+ % exposed communication"
+    found = re.findall(rf"hva run: steps of [\d.]+ ms: {shares}; (.+) bytes sent \(dense: (.+)\)", said)
+    return [(int(sent.replace(",", "")), int(dense.replace(",", ""))) for sent, dense in found]
+
+
 # -------------------------------------------------------------------------------- scripts as they are
 
 
@@ -60,7 +67,9 @@ def test_unchanged_scripts_end_with_the_same_weights_as_with_stock_horovod(tmp_p
     status, said = ranks("--compression", "none", "--", *command, str(ours), names)
     assert status == 0, said
     line = "hva run: hvd.DistributedOptimizer is hvd_adaptive's: compression none"
-    assert lines_of(said) == [line] * len(EXAMPLES)
+    count = len(EXAMPLES)
+    assert lines_of(said)[:count] == [line] * count
+    assert [0 <= sent - dense < 64 for sent, dense in sums(said)] == [True] * count  # and a vote
     for name in EXAMPLES:
         expected, found = (torch.load(folder / f"{name}.pt") for folder in (stock, ours))
         assert [*expected] == [*found]
@@ -76,8 +85,10 @@ def test_options_go_before_the_scripts_and_everything_else_is_passed_on(tmp_path
         "--epochs", "3", "--fp16-allreduce", "--gradient-predivide-factor", "2",
     )  # fmt: skip
     assert status == 0, said
-    [line] = lines_of(said)
+    [line] = [each for each in lines_of(said) if "DistributedOptimizer" in each]
     assert "compression qsgd:bits=4" in line
+    [(sent, dense)] = sums(said)
+    assert dense / 8 < sent < dense / 2
     assert "scheme two_shot" in line
     assert "(in the place of the script's fp16)" in line
     accuracy = float(re.findall(r"accuracy ([\d.]+)", said)[-1])
