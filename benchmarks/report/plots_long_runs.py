@@ -35,15 +35,15 @@ def compression(cases: Mapping[str, Any], path: Path) -> bool:
     figure, axes = report.pyplot().subplots(
         1, len(models), figsize=(3.6 * len(models), 3.4), squeeze=False
     )
+    lines: dict[str, Any] = {}
     for place, model in zip(axes[0], models, strict=True):
         for method, (steps, values) in found[model].items():
             shade = SHADES[method.replace(" ", "+")]
-            place.plot(steps, values, drawstyle="steps-post", color=shade, label=method)
+            (lines[method],) = place.plot(steps, values, drawstyle="steps-post", color=shade)
         place.set(title=model, xlabel="step", yscale="log")
         place.grid(alpha=0.25)
     axes[0][0].set_ylabel("times fewer bytes than dense")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8)
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=len(lines), fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
     print(f"written to {path}")
