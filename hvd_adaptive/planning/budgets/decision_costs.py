@@ -13,10 +13,10 @@ __all__ = ["SHARE", "DecisionCosts"]
 
 SHARE = 0.003
 """Of the time so far that measuring gradients, planning, and measuring the network again may take when
-a plan is made. Steps lose up to two thirds more than is counted, while a plan is made beside them and
-when buffers are made for it: with that it is less than half a percent. After much was spent, the next
-plan comes all the same once it takes no more than this of the communication that is exposed until
-then: that is what it may save."""
+a plan is made. Steps lose about half as much again that is not counted, while a plan is made beside
+them and when buffers are made for it: with that it is less than half a percent. After much was spent,
+the next plan comes all the same once it takes no more than this of the communication that is exposed
+until then: that is what it may save."""
 
 
 @dataclass(slots=True)
