@@ -202,8 +202,8 @@ def at_ratios(cases: Mapping[str, Any]) -> tuple[str, str, str, str]:
         "When do planners compress how hard?",
         f"{said}ones: {', '.join(strong)}. Shares of the steps, mean of the seeds; the picture, in the "
         "form of L-GreCo's figure 9, is of one seed.",
-        "![Compression ratio over the steps of training](results/long_runs_ratio.png)\n\n"
-        + of_rows(ratio_rows(cases)),
+        of_rows(ratio_rows(cases))
+        + "\n\n![Compression ratio over the steps of training](results/long_runs_ratio.png)",
     )
 
 
