@@ -384,7 +384,7 @@ class AdaptationController:
         self._sampler.set_factors(message.factors, step)
         self._sampler.schedule.keep(int(message.report.get("patience", 1)), step)
         self._decided = True
-        self.outlook.plans += 1
+        self.outlook.plans, self.outlook.decided = self.outlook.plans + 1, step
         self.outlook.spent += message.report.get("planner_seconds", 0.0)
         self.reasons = message.reasons
         if message.report.get("measure_again"):

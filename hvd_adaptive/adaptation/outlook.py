@@ -33,6 +33,8 @@ class Outlook:
         """Of compressors and network, the same on all ranks."""
         self.plans = 0
         """How many plans have taken effect; the same on all ranks."""
+        self.decided = 0
+        """The step of the last of them in this run; the same on all ranks."""
         self.loss: float | None = None
         """Of this step, where the user reports it."""
         self.horizon: int | None = None

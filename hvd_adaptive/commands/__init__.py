@@ -29,7 +29,7 @@ COMMANDS: Final = {
 }
 """Name and summary. The module has the same name, with ``_`` for ``-``."""
 
-EXAMPLE: Final = "horovodrun -np 2 hva run --compression topk:density=0.01 -- python train.py"
+EXAMPLE: Final = "horovodrun -np 2 hva run --compression auto -- python train.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

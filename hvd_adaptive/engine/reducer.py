@@ -101,8 +101,9 @@ class Reducer:
     @property
     def plan(self) -> Plan:
         """What every layer does now, and why."""
-        plan = self._layout.plan
-        return replace(plan, reasons=(*self.controller.reasons, *plan.reasons))
+        plan, outlook = self._layout.plan, self.controller.outlook
+        decided = plan.step if outlook is None else max(plan.step, outlook.decided)
+        return replace(plan, reasons=(*self.controller.reasons, *plan.reasons), decided=decided)
 
     def report_loss(self, loss: float) -> None:
         """The training loss of this step, which a planner may watch."""

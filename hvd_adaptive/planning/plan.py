@@ -59,6 +59,7 @@ class Plan:
         step: the step at which it takes effect.
         per_rank_levels: whether the levels and bytes are of this rank only; other ranks have others.
         reasons: why schemes were chosen: what was foreseen of each bucket, a line each.
+        decided: the step of the planner's last decision, which may have left all as it was.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -66,6 +67,7 @@ class Plan:
     step: int = 0
     per_rank_levels: bool = False
     reasons: tuple[str, ...] = ()
+    decided: int = 0
 
     @functools.cached_property
     def digest(self) -> str:

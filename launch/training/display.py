@@ -212,18 +212,18 @@ def table(
 
 
 def since_decided(plan: Plan, done: int, seconds: Sequence[float]) -> str:
-    """What steps have taken since `auto` made the plan in force, to hold against what it foresaw.
+    """What steps have taken since `auto` decided last, to hold against what it foresaw.
 
     Args:
         plan: where none of its reasons is of `auto`, nothing is said.
         done: steps so far.
         seconds: of this run's last ones.
     """
-    since = seconds[-(done - plan.step) :] if done > plan.step else []
+    since = seconds[-(done - plan.decided) :] if done > plan.decided else []
     if not since or not chosen_by(plan.reasons):
         return ""
     took = f"a step took {in_ms(statistics.median(since))} (median of {len(since):,})"
-    return f"since step {plan.step:,}, when that was decided, {took}"
+    return f"since step {plan.decided:,}, when that was decided, {took}"
 
 
 def at_gigabit(numel: Sequence[int], compute: float, ranks: int) -> str:

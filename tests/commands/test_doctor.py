@@ -111,7 +111,7 @@ PLANTED: dict[str, tuple[Callable[[], Facts], str, str, str]] = {
     "link": (
         lambda: dataclasses.replace(facts(), links=(Link(("red", "green"), 1e-3, 2e8),)),
         "slow", "red and green are 200 Mbit/s and 1 ms apart: to send 100 MB of gradients takes 4.0 s",
-        "--compression qsgd:bits=4",
+        "--compression auto",
     ),
     "latency": (
         lambda: dataclasses.replace(facts(), latency=0.8),

@@ -246,7 +246,7 @@ def slow_link(facts: Facts) -> Finding | None:
     return Finding(
         "slow",
         f"{_shown(slowest)}: to send 100 MB of gradients takes {seconds:.1f} s",
-        "compress: hva run --compression qsgd:bits=4 -- python train.py; check cable, switch and "
+        "compress: hva run --compression auto -- python train.py; check cable, switch and "
         "btl_tcp_if_include if the link should be faster",
     )
 
