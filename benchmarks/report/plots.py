@@ -264,16 +264,30 @@ def _save(figure: Any, path: Path) -> bool:
     return True
 
 
+def chosen_results(description: str | None, name: str, script: str) -> tuple[Path, Any]:
+    """The folder that the command line names, and what a benchmark's file there holds, if it is there.
+
+    Args:
+        description: of the program that draws: its first line is shown.
+        name: of the file, without its ending.
+        script: that writes it.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help=f"folder of {name}.json")
+    folder: Path = parser.parse_args().results
+    file = folder / f"{name}.json"
+    if not file.exists():
+        print(f"{file} is missing: run {script}", file=sys.stderr)
+        return folder, None
+    return folder, json.loads(file.read_text())
+
+
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of training.json")
-    folder = parser.parse_args().results
-    file = folder / "training.json"
-    if not file.exists():
-        print(f"{file} is missing: run benchmarks/network/training.py", file=sys.stderr)
+    folder, found = chosen_results(__doc__, "training", "benchmarks/network/training.py")
+    if found is None:
         return 1
-    points = json.loads(file.read_text())["cells"]
+    points = found["cells"]
     drawn = [
         overview(points, folder / "training_overview.png"),
         steps(points, folder / "training_steps.png"),

@@ -8,8 +8,6 @@ sends, over the steps, as in L-GreCo's figure 9. Needs matplotlib.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 from benchmarks.accuracy.seeds import DENSE, SEEDS, by_seed, ratios
 from benchmarks.report import report
-from benchmarks.report.plots import SHADES
+from benchmarks.report.plots import SHADES, chosen_results
 from benchmarks.report.results_long_runs import PLANNERS, PLOTTED
 
 
@@ -64,15 +62,8 @@ def curves(cases: Mapping[str, Any], model: str, seed: int) -> dict[str, tuple[l
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of long_runs.json")
-    folder = parser.parse_args().results
-    file = folder / "long_runs.json"
-    if not file.exists():
-        print(f"{file} is missing: run benchmarks/accuracy/long_runs.py", file=sys.stderr)
-        return 1
-    drawn = compression(json.loads(file.read_text())["cases"], folder / "long_runs_ratio.png")
-    return int(not drawn)
+    folder, found = chosen_results(__doc__, "long_runs", "benchmarks/accuracy/long_runs.py")
+    return int(found is None or not compression(found["cases"], folder / "long_runs_ratio.png"))
 
 
 if __name__ == "__main__":

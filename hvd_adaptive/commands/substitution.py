@@ -37,9 +37,11 @@ def install(hvd: ModuleType, settings: Mapping[str, Any], replaced: list[str]) -
     arguments: dict[str, Any] = dict(settings["arguments"])
     rehearsal = settings.get("rehearsal")
     program = settings.get("program", "hva run")
-    watch = None if rehearsal is None else Rehearsal(hvd, rehearsal).watch
+    watch = None
     if rehearsal is None:
         _show_decisions(program)
+    else:
+        watch = Rehearsal(hvd, rehearsal).watch
     wrap = _Wrapping(hvd, arguments, replaced, program, watch)
     for module in (hvd, sys.modules["horovod.torch.optimizer"]):
         module.DistributedOptimizer = wrap.function()  # type: ignore[attr-defined]

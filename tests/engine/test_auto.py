@@ -25,7 +25,7 @@ from hvd_adaptive.engine.cost_measurement import CostMeasurement  # noqa: E402
 from hvd_adaptive.engine.exchange import Exchange  # noqa: E402
 from hvd_adaptive.engine.known_costs import KnownCosts  # noqa: E402
 from hvd_adaptive.planning import Auto, Plan  # noqa: E402
-from hvd_adaptive.planning.explanation import chosen_by  # noqa: E402
+from hvd_adaptive.planning.explanation import LastChoice, chosen_by  # noqa: E402
 
 SLOW = LinkCosts(2e-4, 2e-4, 8e-7, 8e-7)  # 10 Mbit/s
 FAST = LinkCosts(1e-6, 1e-6, 1e-11, 1e-11)
@@ -115,6 +115,15 @@ def test_a_fast_network_makes_it_stay_dense() -> None:
     _, plans, _ = train(FAST, 60)
     assert all(compressors_of(plan) <= {"fp16", "none"} for plan in plans)
     assert any("left dense" in reason for reason in plans[-1].reasons)
+
+
+def test_a_choice_is_news_once_and_again_where_it_is_another_one() -> None:
+    dense = "auto: left dense (fp16): a step of {} ms is foreseen, of which {} % exposed"
+    first, same = dense.format(16.5, 3), dense.format(17, 4)
+    mended = ("a step took 9 ms, 7 ms were foreseen", "auto: qsgd on 2 layers", "limits: none")
+    last = LastChoice()
+    news = [last.news(each) for each in [(), (first,), (same,), mended, ("bucket 0: x",)]]
+    assert news == ["", first.removeprefix("auto: "), "", "qsgd on 2 layers", ""]
 
 
 def test_each_other_choice_is_logged_once_and_by_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
