@@ -333,14 +333,26 @@ def calibrated(model: StepModel, choice: Int64s, seconds: float, computing: floa
     """
     work = model.seconds(choice)
     model = replace(model, compute=max(0.0, computing - work.compress - work.decompress))
-    wanted, slack = max(0.0, seconds - computing), _NO_DIFFERENCE * seconds
+    wanted = max(0.0, seconds - computing)
+    return replace(model, network=network_factor(model, choice, wanted, _NO_DIFFERENCE * seconds))
+
+
+def network_factor(model: StepModel, choice: Int64s, wanted: float, slack: float = 1e-5) -> float:
+    """The factor of the network with which so many seconds are exposed; of several the nearest to 1.
+
+    Args:
+        model: as measured.
+        choice: what the steps did.
+        wanted: seconds of exposed communication.
+        slack: seconds that are no difference.
+    """
 
     def exposed(factor: float) -> float:
         return replace(model, network=factor).seconds(choice).exposed
 
     off = exposed(1.0) - wanted
     if abs(off) <= slack:
-        return replace(model, network=1.0)
+        return 1.0
     low, high = (1 / _MOST_NETWORK, 1.0) if off > 0 else (1.0, _MOST_NETWORK)
     bound = wanted + math.copysign(slack, off)
     for _ in range(24):
@@ -349,4 +361,4 @@ def calibrated(model: StepModel, choice: Int64s, seconds: float, computing: floa
             low = factor
         else:
             high = factor
-    return replace(model, network=math.sqrt(low * high))
+    return math.sqrt(low * high)

@@ -561,6 +561,21 @@ def test_another_network_is_noticed_measured_and_planned_for_within_50_steps(
     assert any("were foreseen: off by more than 15 %" in reason for reason in said)
 
 
+@pytest.mark.parametrize("off", [0.2, 0.4, 3.0])
+def test_a_network_that_was_measured_wrongly_does_not_make_dense_steps_look_faster(off: float) -> None:
+    """Dense steps show what it takes; when it is measured rightly, that must not be counted twice."""
+    world = World(mbit=150.0)
+    world.measured = off * world.mbit
+    world.run(100)
+    world.slowness = 1.3  # so it is measured again
+    world.run(200)
+    assert [bool(each.report["measure_again"]) for each in world.decisions].count(True) == 1
+    assert changes_of_mind(world) == 1
+    # the machine is blamed for what the network does not explain
+    report = world.decisions[-1].report
+    assert report["dense_seconds"] == pytest.approx(1.3 * world.dense_seconds, rel=0.1)
+
+
 def test_it_returns_to_dense_where_compression_turns_out_slower_than_foreseen() -> None:
     world = World(mbit=300.0, slowness=4.0).run(600)
     slower = [seconds > 1.02 * world.dense_seconds for seconds in world.times]

@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_adaptive.arrays import Float64s, Int64s
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
+from hvd_adaptive.planning.budgets.calibration import Calibration
 from hvd_adaptive.planning.budgets.decision_costs import DecisionCosts
 from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
@@ -34,7 +35,6 @@ from hvd_adaptive.planning.step_time import (
     StepCosts,
     StepModel,
     arrival_order,
-    calibrated,
     spread,
 )
 from hvd_adaptive.planning.table import CandidateTable, Limits
@@ -125,8 +125,6 @@ LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
 FACTORS = (0.05, 16.0)
 """Bounds of what layers withhold, of what they should."""
-DRIFTS = (0.5, 3.0)
-"""Bounds of what is blamed on the machine, if steps take another time than is foreseen."""
 
 
 class AutoBudget(Budget):
@@ -154,8 +152,8 @@ class AutoBudget(Budget):
         self._shares = MeanShares()
         self._ready: Float64s | None = None
         self._order: Int64s | None = None
-        self._compute, self._network = 0.0, 1.0
-        self._drift, self._caution = 1.0, 1.0
+        self._found = Calibration()
+        self._caution = 1.0
         # what is to be done next
         self._again = Remeasurement()
         # of the plan that is being made
@@ -308,7 +306,7 @@ class AutoBudget(Budget):
             max_delay=losses.max_delay,
             max_noise=losses.max_noise,
             correction=self._correction(facts.step),
-            drift=self._drift,
+            drift=self._found.drift,
             reference=np.zeros(len(table.names), np.int64),
         )
         current = self._current(limits)
@@ -395,7 +393,7 @@ class AutoBudget(Budget):
         """Of a step; when gradients arrive is known from dense steps."""
         count = len(signals.energy)
         buckets = facts.buckets if facts.buckets is not None else np.zeros(count, np.int64)
-        compute = costs.compute_seconds if costs.assumed else self._compute
+        compute = costs.compute_seconds if costs.assumed else self._found.compute
         if self._order is None or self._ready is None or not self._compresses:
             self._order = arrival_order(buckets)
             if costs.assumed:
@@ -411,24 +409,24 @@ class AutoBudget(Budget):
             signals.numel,
             signals.specs,
             signals.payloads,
-            self._network,
+            self._found.network,
         )
 
     def _calibrated(self, limits: TimeLimits, current: Contender) -> TimeLimits:
         """With the seconds that steps have taken: dense ones as they were, others in proportion."""
         if not self._compresses and self._dense.seconds:
             dense = self._dense.quantiles()
-            model = calibrated(limits.model, current.choice, *dense)
-            self._compute, self._network, self._drift = model.compute, model.network, 1.0
+            model = self._found.by_dense(limits, current.choice, *dense)
             if self._compared:
                 foreseen = model.seconds(np.array(self._control.levels, np.int64)).total
                 self._notes.append(self._control.conclude(dense[0], foreseen, self._step))
             return replace(limits, model=model, correction=self._correction(self._step), drift=1.0)
         # at other times a forecast that is off must show
         if self._compresses and self._score.median is not None and self._again.done:
-            off = self._score.median / max(current.seconds, 1e-9)
-            self._drift = float(np.clip(self._drift * off, *DRIFTS))
-        return replace(limits, drift=self._drift)
+            model = self._found.by_compressed(limits, current.choice, self._score.exposed)
+            limits = replace(limits, model=model)
+            self._found.blame_machine(self._score.median, limits.of(current.choice).seconds)
+        return replace(limits, drift=self._found.drift)
 
     # --- afterwards -------------------------------------------------------------------------------
 
@@ -441,7 +439,7 @@ class AutoBudget(Budget):
         asks = self._again.asked(facts.step)
         noise = self._caution * self._options.limits[1]
         self._report = _foreseen(limits, chosen, levels, max(1, facts.step), noise) | {
-            "network_factor": self._network,
+            "network_factor": self._found.network,
             "deciding_share": self._costs.share,
             "measure_again": float(asks),
         }
@@ -499,9 +497,7 @@ class AutoBudget(Budget):
             **self._shares.to_dict(),
             "ready": None if self._ready is None else self._ready.tolist(),
             "order": None if self._order is None else self._order.tolist(),
-            "compute": self._compute,
-            "network": self._network,
-            "drift": self._drift,
+            **self._found.to_dict(),
             "control": self._control.state_dict(),
             "caution": self._caution,
             **self._again.to_dict(),
@@ -525,8 +521,8 @@ class AutoBudget(Budget):
             self._factors = np.stack([np.ones_like(self._factors), self._factors])
         self._shares = MeanShares.from_dict(state)
         self._order = _int64s(state["order"])
-        self._compute, self._network = float(state["compute"]), float(state["network"])
-        self._drift, self._caution = float(state["drift"]), float(state["caution"])
+        self._found = Calibration.from_dict(state)
+        self._caution = float(state["caution"])
         self._control = DenseControl.from_dict(state["control"])
         self._again = Remeasurement.from_dict(state)
 

@@ -44,6 +44,8 @@ class ForecastScore:
     """Of the last window."""
     windows: int = 0
     """How many there have been under this plan."""
+    exposed: float | None = None
+    """Of the last window's seconds, those of exposed communication; None where nobody knows."""
     slower: float = 0.0
     """Seconds that computing took longer than was foreseen in the last window; 0 where nobody knows."""
     _computing: float | None = None
@@ -63,7 +65,7 @@ class ForecastScore:
         """
         self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
         self._settling, self._seconds = settling, []
-        self.slower, self._computing, self._computed = 0.0, computing, []
+        self.exposed, self.slower, self._computing, self._computed = None, 0.0, computing, []
 
     @property
     def dense(self) -> bool:
@@ -91,13 +93,15 @@ class ForecastScore:
             self._settling -= 1
             return False
         self._seconds.append(seconds)
-        if self.dense and computing is not None:
+        if computing is not None:
             self._computed.append(computing)
         if len(self._seconds) < self.window:
             return False
-        foreseen, seen = self._computing or 0.0, self._computed
-        self.slower = statistics.median(seen) - foreseen if seen else 0.0
-        self.median, self._seconds, self._computed = statistics.median(self._seconds), [], []
+        self.median = statistics.median(self._seconds)
+        took = statistics.median(self._computed) if self._computed else None
+        self.exposed = None if took is None else max(0.0, self.median - took)
+        self.slower = 0.0 if took is None or self._computing is None else took - self._computing
+        self._seconds, self._computed = [], []
         self.windows += 1
         if self.expected is not None:
             missed = abs(self.median - self.expected) > TOLERANCE * self.expected
@@ -119,6 +123,7 @@ class ForecastScore:
             "windows": self.windows,
             "settling": self._settling,
             "seconds": list(self._seconds),
+            "exposed": self.exposed,
             "slower": self.slower,
             "computing": self._computing,
             "computed": list(self._computed),
@@ -132,4 +137,5 @@ class ForecastScore:
         self._seconds = [float(each) for each in state["seconds"]]
         # older states know nothing of computing
         self.slower, self._computing = float(state.get("slower", 0.0)), state.get("computing")
+        self.exposed = state.get("exposed")
         self._computed = [float(each) for each in state.get("computed", ())]
