@@ -31,8 +31,8 @@ SMALL = 64
 LARGE_REPEATS = 2
 """How often large sums of each dtype are timed, twice each."""
 BY_CHANCE = 1.5
-"""From how many times the seconds of another dtype's byte on a difference is believed: where 8 ranks share
-2 cores, measured ones have a standard deviation of 15 %."""
+"""From how many times the seconds of another dtype's byte on a difference is believed: where 8 ranks
+share 2 cores, measured ones have a standard deviation of 15 %."""
 SAMPLE = (512, 512)
 """Shape of what compressors are timed on."""
 CAST_SAMPLE = 1 << 20
