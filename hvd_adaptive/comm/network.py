@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ SMALL_REPEATS, LARGE_REPEATS = 5, 3
 they take is time of training, each time that the network is measured again."""
 LOOKS = 2
 """How often they are done to see whether the network is another one by now."""
+SETTLING, SETTLING_SECONDS = 30, 0.3
+"""How many operations, and how much time, go before those that are timed at most."""
 LEAST_BYTE = 1e-11
 """Seconds of a byte that no memory is faster than: what noise may not hide."""
 
@@ -41,7 +44,7 @@ def measure_link(transport: Transport, prefix: str) -> LinkCosts:
 
     Where nodes have several ranks, it does so also inside the nodes and between them.
 
-    Cost: six operations with 512 KiB on each link: 0.15 s at 200 Mbit/s.
+    Cost: six operations with 512 KiB on each link (0.15 s at 200 Mbit/s), and :func:`settle`.
 
     Args:
         transport: between the ranks.
@@ -49,6 +52,7 @@ def measure_link(transport: Transport, prefix: str) -> LinkCosts:
     """
     if transport.size == 1:
         return LinkCosts.of_gigabit()
+    settle(transport, prefix)
     costs = _measured(transport, prefix, "all")
     if not transport.has_node_groups:
         return costs
@@ -59,7 +63,7 @@ def measure_link(transport: Transport, prefix: str) -> LinkCosts:
 def look_at_link(transport: Transport, prefix: str) -> tuple[float, float]:
     """Seconds of a small allgather, and of a byte in a large one; all ranks call it at the same time.
 
-    Cost: a seventh of :func:`measure_link`.
+    Cost: a third of the operations of :func:`measure_link`, and :func:`settle`.
 
     Args:
         transport: between the ranks.
@@ -68,7 +72,29 @@ def look_at_link(transport: Transport, prefix: str) -> tuple[float, float]:
     if transport.size == 1:
         known = LinkCosts.of_gigabit()
         return known.allgather, known.allgather_byte
+    settle(transport, prefix)
     return _operation_costs(transport, prefix, "allgather", "all", (LOOKS, LOOKS))
+
+
+def settle(transport: Transport, prefix: str) -> None:
+    """Small operations that nobody times; all ranks call it at the same time.
+
+    The network's threads give way to computing, and have to catch up afterwards: where 8 ranks shared 2
+    cores, operations took up to 20 times as long for half a second. A measurement would have been of
+    nothing else. The first rank tells the others when it is enough.
+
+    Cost: :data:`SETTLING` small operations, or as many as :data:`SETTLING_SECONDS` hold.
+
+    Args:
+        transport: between the ranks.
+        prefix: of the operations' names.
+    """
+    started = time.perf_counter()
+    for number in itertools.count(1):
+        more = number < SETTLING and time.perf_counter() - started < SETTLING_SECONDS
+        mine = Request("allgather", torch.tensor([more], dtype=torch.uint8))
+        if not transport.wait(transport.submit(mine, f"{prefix}.settle", number))[0]:
+            return
 
 
 _LAYERS: tuple[Group, ...] = ("node", "peers")

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hvd_adaptive.collectives.costs import CodecCosts
+from hvd_adaptive.comm import network
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport
-from hvd_adaptive.comm.network import CARRIED, look_at_link, measure_link
+from hvd_adaptive.comm.network import (
+    CARRIED,
+    SETTLING,
+    SETTLING_SECONDS,
+    look_at_link,
+    measure_link,
+    settle,
+)
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
 from hvd_adaptive.engine import cost_measurement, known_costs
@@ -122,18 +133,42 @@ def test_a_network_that_is_what_it_was_is_looked_at_only_but_not_twice_in_a_row(
 
 
 def test_a_look_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    submitted: list[str] = []
+    submitted: list[tuple[str, str]] = []
     submit = LocalTransport.submit
 
     def watched(self: LocalTransport, request: Any, name: str, step: int) -> Any:
         if self.rank == 0:
-            submitted.append(request.operation)
+            submitted.append((name, request.operation))
         return submit(self, request, name, step)
 
     monkeypatch.setattr(LocalTransport, "submit", watched)
     found = LocalGroup(3).run(lambda rank: look_at_link(rank.transport(), "look"))
-    assert submitted == ["allgather"] * 4
+    timed = [operation for name, operation in submitted if name != "look.settle"]
+    assert timed == ["allgather"] * 4
+    assert len(submitted) - len(timed) <= SETTLING
     assert all(small > 0 and byte > 0 for small, byte in found)
+
+
+def test_ranks_settle_for_as_long_as_the_first_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the others' clocks say: all must start the same operations."""
+    here = threading.local()
+    ticks = SETTLING_SECONDS / 6.5, 0.0, 1.0
+    clock = SimpleNamespace(perf_counter=lambda: next(here.clock))
+    monkeypatch.setattr(network, "time", clock)
+    submit = LocalTransport.submit
+
+    def watched(self: LocalTransport, request: Any, name: str, step: int) -> Any:
+        here.started += 1
+        return submit(self, request, name, step)
+
+    monkeypatch.setattr(LocalTransport, "submit", watched)
+
+    def work(rank: LocalRank) -> int:
+        here.clock, here.started = itertools.count(0.0, ticks[rank.rank]), 0
+        settle(rank.transport(), "network")
+        return int(here.started)
+
+    assert LocalGroup(3).run(work) == [7, 7, 7]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
