@@ -612,8 +612,15 @@ def test_a_machine_of_changing_speed_does_not_make_it_restless(mbit: float, slow
 def test_a_few_steps_that_met_another_program_are_not_believed_to_the_letter() -> None:
     control = DenseControl()
     control.begin(seconds=1.0, levels=[3])
-    assert "compressed steps took 1,000 ms" in control.conclude(dense=0.1, foreseen=0.05, step=80)
-    assert 0.05 * control.correction(81, dense=0.1) == pytest.approx(0.2)
+    said = control.conclude(dense=0.1, foreseen=0.05, step=80, known=1.0)
+    assert "compressed steps took 1,000 ms" in said
+    for foreseen in (0.05, 0.15):  # a better model must not be corrected for what it knows by now
+        assert foreseen * control.correction(81, 0.1, foreseen) == pytest.approx(0.2)
+    state = control.state_dict()
+    assert DenseControl.from_dict(state) == control
+    older = {key: state[key] for key in ("compressed", "levels", "gap", "patience", "_next", "_found")}
+    before = DenseControl.from_dict(older | {"_correction": 4.0, "_dense": 0.1})
+    assert before.correction(81, 0.1, 0.05) == 1.0, "of an older state, which lacks the levels"
 
 
 def test_what_was_found_slower_is_tried_again_ever_more_seldom() -> None:

@@ -305,10 +305,10 @@ class AutoBudget(Budget):
             noises=losses.noises,
             max_delay=losses.max_delay,
             max_noise=losses.max_noise,
-            correction=self._correction(facts.step),
             drift=self._found.drift,
             reference=np.zeros(len(table.names), np.int64),
         )
+        limits = self._corrected(limits)
         current = self._current(limits)
         if not costs.assumed:
             limits = self._calibrated(limits, current)
@@ -321,9 +321,9 @@ class AutoBudget(Budget):
         )
         return self._limits
 
-    def _correction(self, step: int) -> float:
-        """Of foreseen seconds of compressed steps."""
-        return self._control.correction(step, self._dense.quantiles()[0])
+    def _corrected(self, limits: TimeLimits) -> TimeLimits:
+        """With what is known of how right it foresees compressed steps."""
+        return replace(limits, correction=_correction(self._control, limits, self._step))
 
     def _current(self, limits: TimeLimits) -> Contender:
         """What is done now; before the first plan half precision, as far as that will do."""
@@ -417,14 +417,16 @@ class AutoBudget(Budget):
         if not self._compresses and self._dense.seconds:
             dense = self._dense.quantiles()
             model = self._found.by_dense(limits, current.choice, *dense)
+            limits = self._corrected(replace(limits, model=model, drift=1.0))
             if self._compared:
                 foreseen = model.seconds(np.array(self._control.levels, np.int64)).total
-                self._notes.append(self._control.conclude(dense[0], foreseen, self._step))
-            return replace(limits, model=model, correction=self._correction(self._step), drift=1.0)
+                found = dense[0], foreseen, self._step, limits.correction
+                self._notes.append(self._control.conclude(*found))
+            return self._corrected(limits)
         # at other times a forecast that is off must show
         if self._compresses and self._score.median is not None and self._again.done:
             model = self._found.by_compressed(limits, current.choice, self._score.exposed)
-            limits = replace(limits, model=model)
+            limits = self._corrected(replace(limits, model=model))
             self._found.blame_machine(self._score.median, limits.of(current.choice).seconds)
         return replace(limits, drift=self._found.drift)
 
@@ -525,6 +527,15 @@ class AutoBudget(Budget):
         self._caution = float(state["caution"])
         self._control = DenseControl.from_dict(state["control"])
         self._again = Remeasurement.from_dict(state)
+
+
+def _correction(control: DenseControl, limits: TimeLimits, step: int) -> float:
+    """Of foreseen seconds of compressed steps, by the model of now."""
+    if not control.found_levels:
+        return 1.0
+    dense = min(each.parts.total for each in limits.denses())
+    foreseen = limits.model.seconds(np.array(control.found_levels, np.int64)).total
+    return control.correction(step, dense, foreseen)
 
 
 def _foreseen(

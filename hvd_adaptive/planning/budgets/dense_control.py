@@ -37,20 +37,23 @@ class DenseControl:
     Dense steps of another hour are a bad measure on a machine that others use, too: it may just be
     slower now. So compressed steps that take longer than dense ones once did are followed by some dense
     ones, and only what these take counts. What findings say about the model of a step is its
-    *correction*: the seconds of compressed steps over those that were foreseen. Of a small difference
-    half counts, as a logarithm, and half of what was known: it may be chance. However slow they were,
-    they count for twice what dense ones take.
+    *correction*: the seconds of compressed steps over those that are foreseen. It follows the model, as
+    what was found is by how much compressed steps are slower than dense ones, whatever is measured
+    later. Of a small difference half counts, as a logarithm, and half of what was known: it may be
+    chance. However slow they were, they count for twice what dense ones take.
 
     Example:
         >>> control = DenseControl()
         >>> control.looks_slower(0.13, 0.10, step=60)
         True
         >>> control.begin(0.13, levels=[3, 3])
-        >>> control.conclude(dense=0.12, foreseen=0.1, step=80)
+        >>> control.conclude(dense=0.12, foreseen=0.1, step=80, known=1.0)
         'compressed steps took 130 ms, dense ones right after them 120 ms'
-        >>> [round(control.correction(step, dense=0.12), 2) for step in (81, 480, 880)]
+        >>> [round(control.correction(step, dense=0.12, foreseen=0.1), 2) for step in (81, 480, 880)]
         [1.14, 1.07, 1.03]
-        >>> control.correction(81, dense=0.03)  # steps of another kind
+        >>> round(control.correction(81, dense=0.12, foreseen=0.11), 2)  # by a better model
+        1.04
+        >>> control.correction(81, dense=0.03, foreseen=0.1)  # steps of another kind
         1.0
     """
 
@@ -58,10 +61,12 @@ class DenseControl:
     """Seconds of a compressed step, while a control is on."""
     levels: tuple[int, ...] = ()
     """What each layer did in it."""
+    found_levels: tuple[int, ...] = ()
+    """The same of the last finding; none where nothing is known."""
     gap: int = LEAST_GAP
     patience: int = LEAST_PATIENCE
     _next: int = 0
-    _correction: float = 1.0
+    _slower: float = 0.0
     _found: int = 0
     _dense: float = math.inf
 
@@ -87,15 +92,16 @@ class DenseControl:
 
     def give_up(self) -> None:
         """There is nothing to compare any more, as where the layers are others now."""
-        self.compressed = None
+        self.compressed, self.found_levels = None, ()
 
-    def conclude(self, dense: float, foreseen: float, step: int) -> str:
+    def conclude(self, dense: float, foreseen: float, step: int, known: float) -> str:
         """The dense steps are there.
 
         Args:
             dense: what they took.
             foreseen: what compressed ones would take, by a model that foresees ``dense``.
             step: the present one.
+            known: the correction so far.
 
         Returns:
             What was found.
@@ -109,8 +115,9 @@ class DenseControl:
         believed = min(compressed, MOST_SLOWER * dense)
         found = max(believed / max(foreseen, 1e-9), LEAST_CORRECTION)
         if compressed < SURELY_SLOWER * dense:
-            found = math.sqrt(self.correction(step, dense) * found)
-        self._correction, self._dense = found, dense
+            found = math.sqrt(known * found)
+        self.found_levels, self._dense = self.levels, dense
+        self._slower = found * foreseen / max(dense, 1e-9)
         if compressed < dense:
             self.gap = min(2 * self.gap, MOST_GAP)
         elif self._found:
@@ -118,17 +125,18 @@ class DenseControl:
         self._found, self._next = step, step + self.gap
         return f"compressed steps took {in_ms(compressed)}, dense ones right after them {in_ms(dense)}"
 
-    def correction(self, step: int, dense: float) -> float:
+    def correction(self, step: int, dense: float, foreseen: float) -> float:
         """Seconds of compressed steps over foreseen ones: 1 where nothing is known, or another thing.
 
         Args:
             step: the present one.
-            dense: seconds of a dense step now.
+            dense: seconds of a dense step.
+            foreseen: seconds of a step of :attr:`found_levels`, both as the model has them now.
         """
-        if not self._dense / ANOTHER < dense < self._dense * ANOTHER:
+        if not self.found_levels or not self._dense / ANOTHER < dense < self._dense * ANOTHER:
             return 1.0
         forgotten = max(0, step - self._found) // self.patience
-        return float(self._correction ** (0.5**forgotten))
+        return float((self._slower * dense / max(foreseen, 1e-9)) ** (0.5**forgotten))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""
@@ -139,6 +147,10 @@ class DenseControl:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> DenseControl:
         """From :meth:`state_dict`."""
-        dense = state["_dense"]
-        levels = tuple(int(each) for each in state["levels"])
-        return cls(**{**state, "levels": levels, "_dense": math.inf if dense is None else float(dense)})
+        known = dict(state)
+        if known.pop("_correction", None) is not None:  # older states know no levels of a finding
+            known |= {"_dense": None, "found_levels": ()}
+        dense = math.inf if known["_dense"] is None else float(known["_dense"])
+        for each in ("levels", "found_levels"):
+            known[each] = tuple(int(level) for level in known[each])
+        return cls(**{**known, "_dense": dense})
