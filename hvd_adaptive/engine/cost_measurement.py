@@ -127,10 +127,8 @@ class CostMeasurement:
         large = CARRIED / max(of_byte, 1.0)
         small = min((self._sum_seconds(each, SMALL, SMALL_REPEATS) for each in dtypes[:1]), default=0.0)
         byte = dict.fromkeys(dtypes, math.inf)
-        for dtype in (
-            *dtypes,
-            *reversed(dtypes),
-        ):  # what else the machine does may meet one of them only
+        # twice, as what else the machine does may have met one of them only
+        for dtype in (*dtypes, *reversed(dtypes)):
             count = int(large / dtype.itemsize)
             carried = (count - SMALL) * dtype.itemsize * of_byte
             seconds = self._sum_seconds(dtype, count, LARGE_REPEATS) - small
