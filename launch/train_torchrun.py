@@ -10,6 +10,7 @@ own. What a script of your own needs is marked with a star.
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Train, and say how well it went."""
     chosen = options()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # * what compression="auto" decides
     hva.init()  # * or torch.distributed.init_process_group(), where a script does so already
     rank = dist.get_rank()
     torch.manual_seed(0)  # * the same weights on all ranks; a loaded model is sent by dist.broadcast

@@ -109,9 +109,12 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert "training went on without rank 1" not in done.stderr
 
 
-def test_the_example_of_the_readme_trains() -> None:
-    done = torchrun(2, ROOT / "launch" / "train_torchrun.py", "--steps", 60)
+@pytest.mark.parametrize("compression", ["qsgd:bits=4", "auto"])
+def test_the_example_of_the_readme_trains(compression: str) -> None:
+    words = "--steps", 60, "--compression", compression
+    done = torchrun(2, ROOT / "launch" / "train_torchrun.py", *words)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert (": auto: " in done.stderr) == (compression == "auto"), "what is decided, and why"
     assert "compression ratio" in done.stdout
     [score] = [line for line in done.stdout.splitlines() if line.startswith("held-out accuracy")]
     assert float(score.split()[2].rstrip("%")) > 80
