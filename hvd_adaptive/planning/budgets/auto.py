@@ -308,7 +308,6 @@ class AutoBudget(Budget):
             drift=self._found.drift,
             reference=np.zeros(len(table.names), np.int64),
         )
-        limits = self._corrected(limits)
         current = self._current(limits)
         if not costs.assumed:
             limits = self._calibrated(limits, current)
@@ -417,18 +416,18 @@ class AutoBudget(Budget):
         if not self._compresses and self._dense.seconds:
             dense = self._dense.quantiles()
             model = self._found.by_dense(limits, current.choice, *dense)
-            limits = self._corrected(replace(limits, model=model, drift=1.0))
+            limits = replace(limits, model=model, drift=1.0)
             if self._compared:
                 foreseen = model.seconds(np.array(self._control.levels, np.int64)).total
-                found = dense[0], foreseen, self._step, limits.correction
-                self._notes.append(self._control.conclude(*found))
+                known = _correction(self._control, limits, self._step)
+                self._notes.append(self._control.conclude(dense[0], foreseen, self._step, known))
             return self._corrected(limits)
         # at other times a forecast that is off must show
         if self._compresses and self._score.median is not None and self._again.done:
             model = self._found.by_compressed(limits, current.choice, self._score.exposed)
             limits = self._corrected(replace(limits, model=model))
             self._found.blame_machine(self._score.median, limits.of(current.choice).seconds)
-        return replace(limits, drift=self._found.drift)
+        return self._corrected(replace(limits, drift=self._found.drift))
 
     # --- afterwards -------------------------------------------------------------------------------
 
