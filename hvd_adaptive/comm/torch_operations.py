@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hvd_adaptive.comm.failure import LostRankError
+
+SECONDS_TO_END: Final = 1.0
+"""For an operation that is under way when what it is sent by is no longer needed."""
 
 
 @contextmanager
@@ -23,9 +27,8 @@ def losses_named() -> Iterator[None]:
         raise LostRankError(f"a rank is gone: {' '.join(str(error).split())}") from error
 
 
-@dataclass(frozen=True)
 class Groups:
-    """What some ranks are connected by.
+    """What some ranks are connected by, until nobody needs it or Python ends.
 
     Args:
         size: number of ranks.
@@ -33,9 +36,15 @@ class Groups:
         device: group for those on a GPU; None sends them by way of main memory.
     """
 
-    size: int
-    host: Any
-    device: Any = None
+    def __init__(self, size: int, host: Any, device: Any = None) -> None:
+        self.size = size
+        self._open = [host, device]
+        weakref.finalize(self, _close, self._open)
+
+    @property
+    def host(self) -> Any:
+        """Group for tensors in main memory."""
+        return self._open[0]
 
     def sum_(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Add up in place, in the tensor's dtype."""
@@ -108,9 +117,20 @@ class Groups:
 
     def _of(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """What sends a tensor, and the tensor where that can reach it."""
-        if tensor.is_cuda and self.device is not None:
-            return self.device, tensor.contiguous()
+        device = self._open[1]
+        if tensor.is_cuda and device is not None:
+            return device, tensor.contiguous()
         return self.host, tensor.contiguous().cpu()
+
+
+def _close(groups: list[Any]) -> None:
+    """End their threads: one that still lets go of a tensor while Python ends would crash there.
+
+    They end when their operations have; a thread waits for that, which nobody needs to wait for.
+    """
+    thread = threading.Thread(target=groups.clear, daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_END)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hvd_adaptive.comm.network import NetworkTransport
 from hvd_adaptive.comm.request import AVERAGE, Group, Request
 from hvd_adaptive.comm.topology import Topology
-from hvd_adaptive.comm.torch_operations import Groups, losses_named
+from hvd_adaptive.comm.torch_operations import SECONDS_TO_END, Groups, losses_named
 from hvd_adaptive.comm.torch_ranks import TorchRanks, backend_of
 from hvd_adaptive.comm.transport import assembled, scaled
 
@@ -31,8 +31,6 @@ _Result: TypeAlias = tuple[Tensor, "torch.cuda.Event | None"]
 _LANES: Final = {"0": "first", "1": "second"}
 """By the ending of an operation's name; all others are in the lane ``later``."""
 _ON_GPU: Final = "gpu"
-_SECONDS_TO_END: Final = 1.0
-"""For an operation that is under way when its transport is no longer needed."""
 
 
 class TorchTransport(NetworkTransport):
@@ -180,4 +178,4 @@ def _end(thread: threading.Thread, queue: SimpleQueue[Callable[[], None] | None]
     """With its lane, or before Python ends: a thread that goes on then would end with a crash."""
     queue.put(None)
     if thread is not threading.current_thread():
-        thread.join(_SECONDS_TO_END)
+        thread.join(SECONDS_TO_END)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -32,7 +33,8 @@ class TorchWorld(World):
     operations: ClassVar[Mapping[int, str]] = {AVERAGE: "Average", SUM: "Sum"}
 
     def __init__(self) -> None:
-        self._default: object = None
+        # weak, so that its threads end when the script destroys it
+        self._default: Callable[[], object] = lambda: None
         self._generation = 0
         self._control: dict[tuple[int, ...], Groups] = {}
         self._transports = itertools.count()
@@ -156,9 +158,9 @@ class TorchWorld(World):
 
     def _prefix(self) -> str:
         """Of all names since torch.distributed was last initialized."""
-        if self._default is not dist.group.WORLD:
+        if self._default() is not dist.group.WORLD:
             meet()
-            self._default = dist.group.WORLD
+            self._default = weakref.ref(dist.group.WORLD)
             self._generation += 1
             self._control.clear()
             self._transports = itertools.count()

@@ -120,6 +120,24 @@ def test_the_example_of_the_readme_trains(compression: str) -> None:
     assert float(score.split()[2].rstrip("%")) > 80
 
 
+def test_no_thread_of_ours_is_left_when_python_ends(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    example = ROOT / "launch" / "train_torchrun.py"
+    script.write_text(
+        "import atexit, runpy, sys\nfrom pathlib import Path\n"
+        "def say():\n"
+        "    tasks = Path('/proc/self/task').iterdir()\n"
+        "    left = [name for task in tasks if 'gloo' in (name := (task / 'comm').read_text())]\n"
+        "    print(f'threads left: {left}\\n', end='', flush=True)\n"
+        "atexit.register(say)  # the first one is called last\n"
+        f"sys.argv = [{str(example)!r}, '--steps', '10', '--planner', 'lgreco']\n"
+        f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
+    )
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("threads left: []\n") == 2, done.stdout
+
+
 def test_one_process_needs_no_launcher() -> None:
     program = (
         "import sys\nsys.modules['horovod'] = sys.modules['mpi4py'] = None\n"
