@@ -35,18 +35,35 @@ def auto_against_all(points: dict[str, Any]) -> tuple[str, str, str, list[list[o
 
 def automatic() -> str:
     """Steps of auto, of dense training and of fixed choices."""
-    from benchmarks.network.automatic import AUTO, CASES, FAST, NEAR, near, rows, shares
+    from benchmarks.network.automatic import (
+        AUTO,
+        CASES,
+        DENSE,
+        FAST,
+        LIKE,
+        NEAR,
+        accurate,
+        near,
+        rows,
+        shares,
+    )
 
     figures = load("automatic")
     cases = figures["cases"]
     said = []
     for method in (AUTO, FAST):
         if found := shares(cases, method):
-            of_dense = span((each for each, _ in found.values()), ".2f")
+            of_dense = span((each.of_dense for each in found.values()), ".2f")
+            of_fastest = sum(each.of_fastest <= NEAR for each in found.values())
             said.append(
                 f"`{method}` takes {of_dense} of the best dense step, and is within {NEAR:g} of the "
-                f"fastest of all in {near(cases, method)} of {len(found)} cases"
+                f"fastest choice that keeps accuracy in {near(cases, method)} of {len(found)} cases, "
+                f"of the fastest of all in {of_fastest}"
             )
+    kept = "; ".join(
+        f"{preset}: {', '.join(f'`{each.split()[0]}`' for each in accurate(preset)) or 'none'}"
+        for preset in LIKE
+    )
     return section(
         "The automatic choice",
         "Presets on hosts with slow links, one rank on each, all on 2 cores; stock Horovod in single "
@@ -55,7 +72,9 @@ def automatic() -> str:
         (
             "auto, dense and fixed choices",
             "Is `auto` never slower than the best dense training, and near the best fixed choice?",
-            f"{'; '.join(said)} ({len(CASES)} are planned). So early in a run it may withhold little.",
+            f"{'; '.join(said)} ({len(CASES)} are planned). So early in a run it may withhold little. "
+            f"Beside {' and '.join(DENSE)}, what keeps accuracy in a long run of a model of the kind "
+            f"is, for {kept}.",
             of_rows(rows(cases)),
         ),
         end=missed(figures),

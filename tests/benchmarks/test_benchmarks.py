@@ -447,7 +447,11 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
     assert left == f"{len(long_runs.CASES) - 7} of {len(long_runs.CASES)} runs are missing"
 
 
-def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() -> None:
+def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(automatic, "accurate", lambda preset: automatic.FIXED)
+
     def case(dense: float, fixed: float, auto: float, fast: float) -> dict[str, Any]:
         steps = dict.fromkeys(automatic.FIXED, fixed) | dict.fromkeys(automatic.DENSE, dense)
         steps |= {automatic.AUTO: auto, automatic.FAST: fast}
@@ -461,16 +465,39 @@ def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target() ->
     _, *rows = automatic.rows(good)
     assert len(rows) == 2 * len(good)
     assert rows[0][1:] == [
-        *("1000 ms",) * 2, *("500 ms",) * 3, "balanced", "520 ms", "0.52", "1.04", "qsgd on 3 layers",
+        *("1000 ms",) * 2, *("500 ms",) * 3, "balanced", "520 ms", "0.52", "1.04", "1.04",
+        "qsgd on 3 layers",
     ]  # fmt: skip
     assert rows[-1][6:8] == ["fast", "500 ms"]
     title = next(iter(automatic.CASES))
     slow, far, left = automatic.missed({title: case(1000, 2000, 1100, 900)})
     assert slow == f"{title}: auto takes 1.10 of the best dense"
-    assert far == "auto is within 1.05 of the fastest in 0 of 1 cases, target 90%"
+    assert far == "auto is within 1.05 of the fastest accurate choice in 0 of 1 cases, target 90%"
     assert left == f"{len(automatic.CASES) - 1} of {len(automatic.CASES)} cases were not measured"
     del good[title][automatic.AUTO]
     assert automatic.missed(good) == [f"1 of {len(good)} cases were not measured"]
+    monkeypatch.setattr(automatic, "accurate", lambda preset: automatic.FIXED[:1])
+    lossy = case(1000, 500, 500, 500)
+    lossy[automatic.FIXED[1]] = {"blocks": [0.2] * 3}
+    [found] = automatic.shares({title: lossy}, automatic.AUTO).values()
+    assert found == pytest.approx((0.5, 1.0, 2.5)), "what loses accuracy is nothing to compare with"
+
+
+def test_what_loses_more_than_auto_may_does_not_keep_accuracy() -> None:
+    def run(accuracy: float) -> dict[str, Any]:
+        return {"score": {"accuracy": accuracy}}
+
+    cases = {"mlp dense seed 1": run(0.9), "mlp dense seed 2": run(0.9)}
+    assert not long_runs.keeps_accuracy(cases, "mlp", "qsgd"), "nobody has tried"
+    cases |= {"mlp qsgd seed 1": run(0.892), "mlp qsgd seed 2": run(0.9)}
+    assert long_runs.keeps_accuracy(cases, "mlp", "qsgd")
+    cases["mlp qsgd seed 2"] = run(0.897)
+    assert not long_runs.keeps_accuracy(cases, "mlp", "qsgd")
+    cases = {"lstm dense seed 1": {"score": {"accuracy": 0.2, "perplexity": 50.0}}}
+    cases["lstm qsgd seed 1"] = {"score": {"accuracy": 0.2, "perplexity": 50.4}}
+    assert long_runs.keeps_accuracy(cases, "lstm", "qsgd")
+    cases["lstm qsgd seed 1"] = {"score": {"accuracy": 0.2, "perplexity": 50.6}}
+    assert not long_runs.keeps_accuracy(cases, "lstm", "qsgd")
 
 
 # ---------------------------------------------------------------------------------------- pictures
