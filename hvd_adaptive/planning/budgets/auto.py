@@ -239,8 +239,11 @@ class AutoBudget(Budget):
         score = self._score
         if score.expected is None or score.median is None:
             return
-        if self._compresses and score.windows >= 2:
-            self._compare(score.median, SLOWER)
+        if self._compresses:
+            if score.usual is not None:
+                self._compare(score.usual, SLOWER)
+            elif score.median > SLOWER * self._dense.usual:
+                return  # they may soon be compared with dense ones, which costs less than measuring
         if self._control.on or (self._can_wait and not far_off(score)):
             return
         self._again.judge(score, self._step)

@@ -17,6 +17,11 @@ HANDFUL = 5
 """Steps that are enough to see what is far off."""
 SETTLING = 5
 """Steps after a switch that do not count: buffers are made, and caches filled."""
+RECENT, TELLING = 8, 3
+"""Windows whose medians say together what steps usually take; and how many there must be."""
+PASSING, LASTING = 1.0, 4
+"""Seconds for which steps are slow where ranks share cores and now and then get into disorder; and how
+many windows are enough where steps are so short that this would be many."""
 
 
 @dataclass(slots=True)
@@ -31,8 +36,8 @@ class ForecastScore:
         >>> score.begin(0.1)
         >>> for _ in range(25):
         ...     _ = score.observe(0.15)
-        >>> score.misses, score.median
-        (2, 0.15)
+        >>> score.misses, score.median, score.is_off
+        (2, 0.15, True)
     """
 
     window: int = 10
@@ -40,6 +45,8 @@ class ForecastScore:
     """Seconds of a step that are foreseen."""
     misses: int = 0
     """Windows in a row that missed the forecast by more than :data:`TOLERANCE`."""
+    missed_seconds: float = 0.0
+    """What their steps took."""
     median: float | None = None
     """Of the last window."""
     windows: int = 0
@@ -48,6 +55,7 @@ class ForecastScore:
     """Of the last window's seconds, those of exposed communication; None where nobody knows."""
     slower: float = 0.0
     """Seconds that computing took longer than was foreseen in the last window; 0 where nobody knows."""
+    _recent: list[float] = field(default_factory=list)
     _computing: float | None = None
     _settling: int = 0
     _seconds: list[float] = field(default_factory=list)
@@ -66,6 +74,7 @@ class ForecastScore:
         self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
         self._settling, self._seconds = settling, []
         self.exposed, self.slower, self._computing, self._computed = None, 0.0, computing, []
+        self.missed_seconds, self._recent = 0.0, []
 
     @property
     def dense(self) -> bool:
@@ -78,9 +87,22 @@ class ForecastScore:
         return self.median is not None and self.expected is not None and self.median < self.expected
 
     @property
+    def is_off(self) -> bool:
+        """Whether steps have missed the forecast for two windows in a row, and for long enough."""
+        lasting = self.missed_seconds >= PASSING or self.misses >= LASTING
+        return self.misses >= 2 and lasting
+
+    @property
+    def usual(self) -> float | None:
+        """What steps have taken lately, whatever the last ones met; None where too few are known."""
+        return statistics.median(self._recent) if len(self._recent) >= TELLING else None
+
+    @property
     def early(self) -> float | None:
-        """The median of the running window, if it has :data:`HANDFUL` steps by now."""
-        return statistics.median(self._seconds) if len(self._seconds) >= HANDFUL else None
+        """The median of the running window, if it has :data:`HANDFUL` steps and more is not known."""
+        if len(self._seconds) < HANDFUL or self.usual is not None:
+            return None
+        return statistics.median(self._seconds)
 
     @property
     def settled(self) -> bool:
@@ -101,12 +123,20 @@ class ForecastScore:
         took = statistics.median(self._computed) if self._computed else None
         self.exposed = None if took is None else max(0.0, self.median - took)
         self.slower = 0.0 if took is None or self._computing is None else took - self._computing
+        self._recent = [*self._recent, self.median][-RECENT:]
+        self._count(sum(self._seconds))
         self._seconds, self._computed = [], []
         self.windows += 1
-        if self.expected is not None:
-            missed = abs(self.median - self.expected) > TOLERANCE * self.expected
-            self.misses = self.misses + 1 if missed else 0
         return True
+
+    def _count(self, seconds: float) -> None:
+        """A window that took so long is complete: whether it missed the forecast."""
+        if self.expected is None or self.median is None:
+            return
+        if abs(self.median - self.expected) > TOLERANCE * self.expected:
+            self.misses, self.missed_seconds = self.misses + 1, self.missed_seconds + seconds
+        else:
+            self.misses, self.missed_seconds = 0, 0.0
 
     def told(self, so: str) -> str:
         """That the last window was off, and what follows from that."""
@@ -119,6 +149,8 @@ class ForecastScore:
         return {
             "expected": self.expected,
             "misses": self.misses,
+            "missed_seconds": self.missed_seconds,
+            "recent": list(self._recent),
             "median": self.median,
             "windows": self.windows,
             "settling": self._settling,
@@ -135,7 +167,9 @@ class ForecastScore:
         self.misses, self.windows = int(state["misses"]), int(state["windows"])
         self._settling = int(state["settling"])
         self._seconds = [float(each) for each in state["seconds"]]
-        # older states know nothing of computing
+        # older states know less
+        self.missed_seconds = float(state.get("missed_seconds", 0.0))
+        self._recent = [float(each) for each in state.get("recent", ())]
         self.slower, self._computing = float(state.get("slower", 0.0)), state.get("computing")
         self.exposed = state.get("exposed")
         self._computed = [float(each) for each in state.get("computed", ())]

@@ -48,11 +48,11 @@ class Remeasurement:
         """A window of steps is complete: see whether two in a row were off."""
         if not score.misses and step >= self._step + QUIET * self._gap:
             self._gap = max(LEAST_GAP, self._gap // 2)
-        self.wanted |= score.misses >= 2 and self._may(score, step)
+        self.wanted |= score.is_off and self._may(score, step)
 
     def join(self, score: ForecastScore, step: int) -> None:
-        """A plan is made anyway: one window that was off is enough, which it must not hide."""
-        self.wanted |= score.misses > 0 and self._may(score, step)
+        """A plan is made anyway: what could wait until then must not be hidden by it."""
+        self.wanted |= score.is_off and self._may(score, step)
 
     def _may(self, score: ForecastScore, step: int) -> bool:
         """Not again and again where measuring does not help, unless all is very different."""
