@@ -593,6 +593,23 @@ def test_a_phase_in_which_the_machine_was_slow_changes_nothing(steps: int) -> No
     assert not any(each.report["measure_again"] for each in world.decisions[plans:])
 
 
+@pytest.mark.parametrize("steps", [25, 30])
+def test_after_a_long_slow_phase_compression_is_soon_tried_again(steps: int) -> None:
+    """Where it had never been faster, hundreds of steps pass before that."""
+    world = World(mbit=200.0, compute=0.006, numel=50_000).run(430)
+    world.disorder = 1.2 * world.dense_seconds / world.times[-1]
+    world.run(steps)
+    world.disorder = 1.0
+    world.run(30)
+    assert not world.compressed[-1], "dense steps right after the phase were faster than those in it"
+    again = World(mbit=200.0, compute=0.006, numel=50_000)
+    state = world.planner.state_dict()
+    again.planner.load_state_dict(json.loads(json.dumps(state)))
+    assert again.planner.state_dict() == state
+    world.run(200)
+    assert all(world.compressed[-170:])
+
+
 def test_it_returns_to_dense_where_compression_turns_out_slower_than_foreseen() -> None:
     world = World(mbit=300.0, slowness=4.0).run(600)
     slower = [seconds > 1.02 * world.dense_seconds for seconds in world.times]

@@ -198,7 +198,9 @@ class AutoBudget(Budget):
             return True
         if self._compresses and (self._guard.wants_dense or self._control.on):
             return True
-        if self._compared or (self._patience.ended and (self._compresses or not self._costs.early)):
+        if self._compared or self._control.doubts(self._step):
+            return True
+        if self._patience.ended and (self._compresses or not self._costs.early):
             return True
         if self._step < self._planned_step + LEAST_APART:
             return False
@@ -240,10 +242,12 @@ class AutoBudget(Budget):
         if score.expected is None or score.median is None:
             return
         if self._compresses:
-            if score.usual is not None:
-                self._compare(score.usual, SLOWER)
+            tested = self._control.trust == "tested"
+            if tested or score.usual is not None:
+                self._compare(score.median if tested else score.usual or 0.0, SLOWER)
             elif score.median > SLOWER * self._dense.usual:
                 return  # they may soon be compared with dense ones, which costs less than measuring
+            self._control.pass_test()
         if self._control.on or (self._can_wait and not far_off(score)):
             return
         self._again.judge(score, self._step)
@@ -272,7 +276,7 @@ class AutoBudget(Budget):
             return
         if not self._control.looks_slower(seconds, usual, self._step, share):
             return
-        self._control.begin(seconds, self._levels.tolist())
+        self._control.begin(seconds, self._levels.tolist(), self._score.best)
         self._notes = [f"a step took {in_ms(seconds)}, dense steps {in_ms(usual)}: dense steps follow"]
 
     # --- granting ---------------------------------------------------------------------------------
@@ -457,10 +461,12 @@ class AutoBudget(Budget):
         self._patience.judge(vain, kept, facts.step)
         self._costs.decided(chosen.parts.exposed, self._patience.periods)
         self._report["patience"] = float(self.patience)
+        same = self._levels is not None and bool((self._levels == levels).all())
         self._take(levels, limits, chosen, facts.step)
         if not asks:  # until the network has been measured, steps are those that were off
             expected = None if limits.model.costs.assumed else chosen.seconds
-            self._score.begin(expected, computing=chosen.working if chosen.dense else None)
+            computing = chosen.working if chosen.dense else None
+            self._score.begin(expected, computing=computing, same=same)
         return tuple(words)
 
     def _take(self, levels: Int64s, limits: TimeLimits, chosen: Contender, step: int) -> None:
@@ -471,6 +477,7 @@ class AutoBudget(Budget):
         if self._control.on and self._compresses:
             self._dense.keep_last(0)  # only those of now are a comparison
         self._levels, self._compresses = levels.copy(), not chosen.dense
+        self._control.test(step)
         self._plans += 1
         self._planned_step, self._planned_delay = step, self._allowed_delay(step)
 

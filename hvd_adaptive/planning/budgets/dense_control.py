@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from hvd_adaptive.planning.explanation import in_ms
 
@@ -22,12 +22,19 @@ LEAST_GAP, MOST_GAP = 50, 3200
 LEAST_PATIENCE, MOST_PATIENCE = 400, 12800
 """Steps after which half of a correction, as a logarithm, is forgotten: doubled each time compression
 turns out to be slower, so that it is tried again ever more seldom, and later the slower it was."""
+DOUBT = 30
+"""Dense steps after which it is tested that compression is slower, where it had been faster: what its
+steps met may be over."""
 ANOTHER = 1.5
 """By how many times dense steps must have changed for a finding to hold no longer."""
 LEAST_CORRECTION = 0.5
 MOST_SLOWER = 2.0
 """Times the seconds of dense steps that compressed ones are believed to take at most. That is enough to
 stay dense, and a handful of steps may just have met another program on the machine."""
+
+
+Trust: TypeAlias = Literal["", "doubted", "tested"]
+"""Whether a finding that compression is slower is to be tested; empty where there is no need."""
 
 
 @dataclass(slots=True)
@@ -40,21 +47,30 @@ class DenseControl:
     *correction*: the seconds of compressed steps over those that are foreseen. It follows the model, as
     what was found is by how much compressed steps are slower than dense ones, whatever is measured
     later. Of a small difference half counts, as a logarithm, and half of what was known: it may be
-    chance. However slow they were, they count for twice what dense ones take.
+    chance. However slow they were, they count for twice what dense ones take. And where compressed
+    steps had been faster before, a finding is tested soon: it is set aside until they are slower again.
 
     Example:
         >>> control = DenseControl()
         >>> control.looks_slower(0.13, 0.10, step=60)
         True
-        >>> control.begin(0.13, levels=[3, 3])
+        >>> control.begin(0.13, levels=[3, 3], best=0.11)
         >>> control.conclude(dense=0.12, foreseen=0.1, step=80, known=1.0)
         'compressed steps took 130 ms, dense ones right after them 120 ms'
-        >>> [round(control.correction(step, dense=0.12, foreseen=0.1), 2) for step in (81, 480, 880)]
-        [1.14, 1.07, 1.03]
+        >>> round(control.correction(81, dense=0.12, foreseen=0.1), 2)
+        1.14
         >>> round(control.correction(81, dense=0.12, foreseen=0.11), 2)  # by a better model
         1.04
         >>> control.correction(81, dense=0.03, foreseen=0.1)  # steps of another kind
         1.0
+        >>> control.doubts(110), control.test(110), control.correction(110, dense=0.12, foreseen=0.1)
+        (True, None, 1.0)
+        >>> control.begin(0.13, levels=[3, 3])
+        >>> _ = control.conclude(dense=0.12, foreseen=0.1, step=160, known=1.0)
+        >>> control.doubts(300)
+        False
+        >>> [round(control.correction(step, dense=0.12, foreseen=0.1), 2) for step in (161, 560, 960)]
+        [1.14, 1.07, 1.03]
     """
 
     compressed: float | None = None
@@ -63,9 +79,11 @@ class DenseControl:
     """What each layer did in it."""
     found_levels: tuple[int, ...] = ()
     """The same of the last finding; none where nothing is known."""
+    trust: Trust = ""
     gap: int = LEAST_GAP
     patience: int = LEAST_PATIENCE
     _next: int = 0
+    _best: float = math.inf
     _slower: float = 0.0
     _found: int = 0
     _dense: float = math.inf
@@ -86,13 +104,27 @@ class DenseControl:
         """
         return not self.on and seconds > share * dense and step >= self._next
 
-    def begin(self, seconds: float, levels: Sequence[int]) -> None:
-        """Dense steps follow ones that took ``seconds``."""
-        self.compressed, self.levels = seconds, tuple(levels)
+    def begin(self, seconds: float, levels: Sequence[int], best: float = math.inf) -> None:
+        """Dense steps follow ones that took ``seconds``, and less before: ``best``, if they did."""
+        self.compressed, self.levels, self._best = seconds, tuple(levels), best
 
     def give_up(self) -> None:
         """There is nothing to compare any more, as where the layers are others now."""
-        self.compressed, self.found_levels = None, ()
+        self.compressed, self.found_levels, self.trust = None, (), ""
+
+    def doubts(self, step: int) -> bool:
+        """Whether it is time to test a finding."""
+        return not self.on and self.trust == "doubted" and step >= self._found + DOUBT
+
+    def test(self, step: int) -> None:
+        """A plan is made that sets a finding aside, if it is time to."""
+        if self.doubts(step):
+            self.trust = "tested"
+
+    def pass_test(self) -> None:
+        """Compressed steps are not slower this time: unless a control is on, the finding was chance."""
+        if self.trust == "tested" and not self.on:
+            self.give_up()
 
     def conclude(self, dense: float, foreseen: float, step: int, known: float) -> str:
         """The dense steps are there.
@@ -119,10 +151,14 @@ class DenseControl:
         self.found_levels, self._dense = self.levels, dense
         self._slower = found * foreseen / max(dense, 1e-9)
         if compressed < dense:
-            self.gap = min(2 * self.gap, MOST_GAP)
-        elif self._found:
-            self.patience = min(2 * self.patience, MOST_PATIENCE)
-        self._found, self._next = step, step + self.gap
+            self.gap, self.trust = min(2 * self.gap, MOST_GAP), ""
+        elif self._best < dense and self.trust != "tested":
+            self.trust = "doubted"
+        else:
+            if self._found and self.trust != "tested":
+                self.patience = min(2 * self.patience, MOST_PATIENCE)
+            self.trust = ""
+        self._found, self._next = step, step + (DOUBT if self.trust == "doubted" else self.gap)
         return f"compressed steps took {in_ms(compressed)}, dense ones right after them {in_ms(dense)}"
 
     def correction(self, step: int, dense: float, foreseen: float) -> float:
@@ -135,13 +171,16 @@ class DenseControl:
         """
         if not self.found_levels or not self._dense / ANOTHER < dense < self._dense * ANOTHER:
             return 1.0
+        if self.trust == "tested" or self.doubts(step):
+            return 1.0
         forgotten = max(0, step - self._found) // self.patience
         return float((self._slower * dense / max(foreseen, 1e-9)) ** (0.5**forgotten))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON."""
         state = asdict(self)
-        state["_dense"] = None if math.isinf(self._dense) else self._dense
+        for name in ("_dense", "_best"):
+            state[name] = None if math.isinf(state[name]) else state[name]
         return state
 
     @classmethod
@@ -150,7 +189,10 @@ class DenseControl:
         known = dict(state)
         if known.pop("_correction", None) is not None:  # older states know no levels of a finding
             known |= {"_dense": None, "found_levels": ()}
-        dense = math.inf if known["_dense"] is None else float(known["_dense"])
+        times = {
+            name: math.inf if known.get(name) is None else float(known[name])
+            for name in ("_dense", "_best")
+        }
         for each in ("levels", "found_levels"):
             known[each] = tuple(int(level) for level in known[each])
-        return cls(**{**known, "_dense": dense})
+        return cls(**{**known, **times})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ HANDFUL = 5
 """Steps that are enough to see what is far off."""
 SETTLING = 5
 """Steps after a switch that do not count: buffers are made, and caches filled."""
-RECENT, TELLING = 8, 3
-"""Windows whose medians say together what steps usually take; and how many there must be."""
+TELLING, RECENT = 2, 3
+"""Windows that say what steps take, even if one met something else: so many at least, and at most."""
 PASSING, LASTING = 1.0, 4
 """Seconds for which steps are slow where ranks share cores and now and then get into disorder; and how
 many windows are enough where steps are so short that this would be many."""
@@ -55,6 +56,8 @@ class ForecastScore:
     """Of the last window's seconds, those of exposed communication; None where nobody knows."""
     slower: float = 0.0
     """Seconds that computing took longer than was foreseen in the last window; 0 where nobody knows."""
+    best: float = math.inf
+    """The least median of a window, under this plan or ones before that did the same."""
     _recent: list[float] = field(default_factory=list)
     _computing: float | None = None
     _settling: int = 0
@@ -62,7 +65,11 @@ class ForecastScore:
     _computed: list[float] = field(default_factory=list)
 
     def begin(
-        self, expected: float | None, settling: int = SETTLING, computing: float | None = None
+        self,
+        expected: float | None,
+        settling: int = SETTLING,
+        computing: float | None = None,
+        same: bool = False,
     ) -> None:
         """Another plan takes effect.
 
@@ -70,11 +77,14 @@ class ForecastScore:
             expected: seconds of a step; None where they are not foreseen.
             settling: steps that do not count.
             computing: those of them that forward and backward pass take, where that can be compared.
+            same: whether it does what the one before did, so that what steps usually take is known.
         """
         self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
         self._settling, self._seconds = settling, []
         self.exposed, self.slower, self._computing, self._computed = None, 0.0, computing, []
-        self.missed_seconds, self._recent = 0.0, []
+        self.missed_seconds = 0.0
+        if not same:
+            self._recent, self.best = [], math.inf
 
     @property
     def dense(self) -> bool:
@@ -94,8 +104,8 @@ class ForecastScore:
 
     @property
     def usual(self) -> float | None:
-        """What steps have taken lately, whatever the last ones met; None where too few are known."""
-        return statistics.median(self._recent) if len(self._recent) >= TELLING else None
+        """The median of the last windows, or the lesser of two; None where too few are known."""
+        return statistics.median_low(self._recent) if len(self._recent) >= TELLING else None
 
     @property
     def early(self) -> float | None:
@@ -124,6 +134,7 @@ class ForecastScore:
         self.exposed = None if took is None else max(0.0, self.median - took)
         self.slower = 0.0 if took is None or self._computing is None else took - self._computing
         self._recent = [*self._recent, self.median][-RECENT:]
+        self.best = min(self.best, self.median)
         self._count(sum(self._seconds))
         self._seconds, self._computed = [], []
         self.windows += 1
@@ -151,6 +162,7 @@ class ForecastScore:
             "misses": self.misses,
             "missed_seconds": self.missed_seconds,
             "recent": list(self._recent),
+            "best": self.best if self._recent else None,
             "median": self.median,
             "windows": self.windows,
             "settling": self._settling,
@@ -170,6 +182,8 @@ class ForecastScore:
         # older states know less
         self.missed_seconds = float(state.get("missed_seconds", 0.0))
         self._recent = [float(each) for each in state.get("recent", ())]
+        best = state.get("best")
+        self.best = math.inf if best is None else float(best)
         self.slower, self._computing = float(state.get("slower", 0.0)), state.get("computing")
         self.exposed = state.get("exposed")
         self._computed = [float(each) for each in state.get("computed", ())]
