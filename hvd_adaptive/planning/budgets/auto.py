@@ -242,12 +242,11 @@ class AutoBudget(Budget):
         if score.expected is None or score.median is None:
             return
         if self._compresses:
-            tested = self._control.trust == "tested"
-            if tested or score.usual is not None:
-                self._compare(score.median if tested else score.usual or 0.0, SLOWER)
+            if score.usual is not None:
+                self._compare(score.usual, SLOWER)
+                self._control.pass_test()
             elif score.median > SLOWER * self._dense.usual:
                 return  # they may soon be compared with dense ones, which costs less than measuring
-            self._control.pass_test()
         if self._control.on or (self._can_wait and not far_off(score)):
             return
         self._again.judge(score, self._step)
@@ -340,18 +339,7 @@ class AutoBudget(Budget):
 
     def _allowed_delay(self, step: int) -> float:
         """Steps of training that may wait."""
-        return self._caution * min(self._options.limits[0] * step, self._sendable(step))
-
-    def _sendable(self, step: int) -> float:
-        """Steps that may wait and still be sent before the end; infinite where that is not known."""
-        if step >= self._horizon:
-            return math.inf
-        return DRAIN * max(0, self._horizon - step - LAST_STEPS - release_steps(step))
-
-    def _steps_left(self, step: int) -> int | None:
-        """Steps before the end, where that is what bounds the delay."""
-        bounds = self._sendable(step) < self._options.limits[0] * step
-        return self._horizon - step if bounds else None
+        return self._caution * min(self._options.limits[0] * step, _sendable(step, self._horizon))
 
     def _losses(
         self, table: CandidateTable, signals: GradientSignals, costs: StepCosts, step: int
@@ -454,7 +442,8 @@ class AutoBudget(Budget):
         words, self._notes = self._notes, []
         if not asks:
             self._report["dense_seconds"] = limits.dense.seconds
-            left = self._steps_left(facts.step)
+            bounds = _sendable(facts.step, self._horizon) < self._options.limits[0] * facts.step
+            left = self._horizon - facts.step if bounds else None
             words += explain(limits, chosen, self._report, self._options.accuracy, left)
         kept = facts.step - self._planned_step if self._compresses else 0
         vain = self._plans > 0 and not asks and in_vain(limits, chosen, self._since, facts.step)
@@ -536,6 +525,13 @@ class AutoBudget(Budget):
         self._caution = float(state["caution"])
         self._control = DenseControl.from_dict(state["control"])
         self._again = Remeasurement.from_dict(state)
+
+
+def _sendable(step: int, horizon: int) -> float:
+    """Steps that may wait and still be sent before the end; infinite where that is not known."""
+    if step >= horizon:
+        return math.inf
+    return DRAIN * max(0, horizon - step - LAST_STEPS - release_steps(step))
 
 
 def _correction(control: DenseControl, limits: TimeLimits, step: int) -> float:
