@@ -148,11 +148,9 @@ RIVALS = {
 RIVALS_OF = ("mlp", "resnet")
 # Whose steps automatic.py times: a choice that loses accuracy is nothing to compare with.
 FIXED = {
-    "qsgdinf:bits=4": Method(("--compression", "qsgdinf:bits=4"), DENSE),
-    "qsgdinf:bits=8": Method(("--compression", "qsgdinf:bits=8"), DENSE),
-    "topk:density=0.25,values=int8": Method(
-        ("--compression", "topk:density=0.25,values=int8"), DENSE, withholds=True
-    ),
+    "qsgdinf 4 bit": Method(("--compression", "qsgdinf:bits=4"), DENSE),
+    "qsgdinf 8 bit": Method(("--compression", "qsgdinf:bits=8"), DENSE),
+    "topk 25 %": Method(("--compression", "topk:density=0.25,values=int8"), DENSE, withholds=True),
 }
 FIXED_ON = ("mlp", "resnet", "lstm", "transformer")
 EXPLAINING = ABLATION | LIMITS | RIVALS | FIXED

@@ -30,7 +30,12 @@ from launch.training.options import PRESETS
 
 AUTO, FAST = "auto", "auto:accuracy=fast"
 DENSE = ("stock none", "stock fp16")
-FIXED = ("qsgdinf:bits=4 auto", "qsgdinf:bits=8 auto", "topk:density=0.25,values=int8 auto")
+FIXED = {
+    "qsgdinf:bits=4 auto": "qsgdinf 4 bit",
+    "qsgdinf:bits=8 auto": "qsgdinf 8 bit",
+    "topk:density=0.25,values=int8 auto": "topk 25 %",
+}
+"""With a scheme; and as tables and long_runs.py call them."""
 METHODS = (*DENSE, *FIXED, AUTO, FAST)
 TURNS = 6, 3
 """Blocks, and steps of each method in one: many short turns, because machines have slow phases."""
@@ -125,12 +130,12 @@ def shares(cases: dict[str, Any], method: str) -> dict[str, Shares]:
 def accurate(preset: str) -> tuple[str, ...]:
     """The fixed choices that keep accuracy on a model of the preset's kind."""
     cases, model = load("long_runs")["cases"], LIKE[preset]
-    return tuple(each for each in FIXED if long_runs.keeps_accuracy(cases, model, each.split()[0]))
+    return tuple(each for each, name in FIXED.items() if long_runs.keeps_accuracy(cases, model, name))
 
 
 def rows(cases: dict[str, Any]) -> list[list[object]]:
     """A table: one row a case and automatic choice."""
-    names = ("fp32", "fp16", "qsgdinf 4 bit", "qsgdinf 8 bit", "topk 25 %")
+    names = ("fp32", "fp16", *FIXED.values())
     last = ("limits", "auto", "of the best dense", "of the fastest accurate", "of the fastest")
     found: list[list[object]] = [["case", *names, *last, "chosen"]]
     for method, limits in ((AUTO, "balanced"), (FAST, "fast")):

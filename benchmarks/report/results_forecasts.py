@@ -40,6 +40,7 @@ def automatic() -> str:
         CASES,
         DENSE,
         FAST,
+        FIXED,
         LIKE,
         NEAR,
         accurate,
@@ -61,8 +62,7 @@ def automatic() -> str:
                 f"of the fastest of all in {of_fastest}"
             )
     kept = "; ".join(
-        f"{preset}: {', '.join(f'`{each.split()[0]}`' for each in accurate(preset)) or 'none'}"
-        for preset in LIKE
+        f"{preset}: {', '.join(FIXED[each] for each in accurate(preset)) or 'none'}" for preset in LIKE
     )
     return section(
         "The automatic choice",

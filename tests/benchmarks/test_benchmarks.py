@@ -450,7 +450,7 @@ def test_long_runs_are_compared_with_dense_ones_of_their_seed_and_with_their_ref
 def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(automatic, "accurate", lambda preset: automatic.FIXED)
+    monkeypatch.setattr(automatic, "accurate", lambda preset: (*automatic.FIXED,))
 
     def case(dense: float, fixed: float, auto: float, fast: float) -> dict[str, Any]:
         steps = dict.fromkeys(automatic.FIXED, fixed) | dict.fromkeys(automatic.DENSE, dense)
@@ -476,9 +476,9 @@ def test_an_automatic_choice_that_is_slow_or_not_measured_misses_its_target(
     assert left == f"{len(automatic.CASES) - 1} of {len(automatic.CASES)} cases were not measured"
     del good[title][automatic.AUTO]
     assert automatic.missed(good) == [f"1 of {len(good)} cases were not measured"]
-    monkeypatch.setattr(automatic, "accurate", lambda preset: automatic.FIXED[:1])
+    monkeypatch.setattr(automatic, "accurate", lambda preset: ("qsgdinf:bits=4 auto",))
     lossy = case(1000, 500, 500, 500)
-    lossy[automatic.FIXED[1]] = {"blocks": [0.2] * 3}
+    lossy["qsgdinf:bits=8 auto"] = {"blocks": [0.2] * 3}
     [found] = automatic.shares({title: lossy}, automatic.AUTO).values()
     assert found == pytest.approx((0.5, 1.0, 2.5)), "what loses accuracy is nothing to compare with"
 
