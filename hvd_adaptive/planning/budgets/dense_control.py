@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from hvd_adaptive.planning.explanation import in_ms
 
@@ -31,10 +31,6 @@ LEAST_CORRECTION = 0.5
 MOST_SLOWER = 2.0
 """Times the seconds of dense steps that compressed ones are believed to take at most. That is enough to
 stay dense, and a handful of steps may just have met another program on the machine."""
-
-
-Trust: TypeAlias = Literal["", "doubted", "tested"]
-"""Whether a finding that compression is slower is to be tested; empty where there is no need."""
 
 
 @dataclass(slots=True)
@@ -79,7 +75,10 @@ class DenseControl:
     """What each layer did in it."""
     found_levels: tuple[int, ...] = ()
     """The same of the last finding; none where nothing is known."""
-    trust: Trust = ""
+    doubted: bool = False
+    """Whether the last finding is to be tested."""
+    tested: bool = False
+    """Whether it is being tested, and set aside meanwhile."""
     gap: int = LEAST_GAP
     patience: int = LEAST_PATIENCE
     _next: int = 0
@@ -110,20 +109,21 @@ class DenseControl:
 
     def give_up(self) -> None:
         """There is nothing to compare any more, as where the layers are others now."""
-        self.compressed, self.found_levels, self.trust = None, (), ""
+        self.compressed, self.found_levels = None, ()
+        self.doubted = self.tested = False
 
     def doubts(self, step: int) -> bool:
         """Whether it is time to test a finding."""
-        return not self.on and self.trust == "doubted" and step >= self._found + DOUBT
+        return not self.on and self.doubted and step >= self._found + DOUBT
 
     def test(self, step: int) -> None:
         """A plan is made that sets a finding aside, if it is time to."""
         if self.doubts(step):
-            self.trust = "tested"
+            self.doubted, self.tested = False, True
 
     def pass_test(self) -> None:
         """Compressed steps are not slower this time: unless a control is on, the finding was chance."""
-        if self.trust == "tested" and not self.on:
+        if self.tested and not self.on:
             self.give_up()
 
     def conclude(self, dense: float, foreseen: float, step: int, known: float) -> str:
@@ -150,15 +150,13 @@ class DenseControl:
             found = math.sqrt(known * found)
         self.found_levels, self._dense = self.levels, dense
         self._slower = found * foreseen / max(dense, 1e-9)
+        self.doubted = compressed >= dense > self._best and not self.tested
         if compressed < dense:
-            self.gap, self.trust = min(2 * self.gap, MOST_GAP), ""
-        elif self._best < dense and self.trust != "tested":
-            self.trust = "doubted"
-        else:
-            if self._found and self.trust != "tested":
-                self.patience = min(2 * self.patience, MOST_PATIENCE)
-            self.trust = ""
-        self._found, self._next = step, step + (DOUBT if self.trust == "doubted" else self.gap)
+            self.gap = min(2 * self.gap, MOST_GAP)
+        elif self._found and not (self.doubted or self.tested):
+            self.patience = min(2 * self.patience, MOST_PATIENCE)
+        self.tested = False
+        self._found, self._next = step, step + (DOUBT if self.doubted else self.gap)
         return f"compressed steps took {in_ms(compressed)}, dense ones right after them {in_ms(dense)}"
 
     def correction(self, step: int, dense: float, foreseen: float) -> float:
@@ -171,7 +169,7 @@ class DenseControl:
         """
         if not self.found_levels or not self._dense / ANOTHER < dense < self._dense * ANOTHER:
             return 1.0
-        if self.trust == "tested" or self.doubts(step):
+        if self.tested or self.doubts(step):
             return 1.0
         forgotten = max(0, step - self._found) // self.patience
         return float((self._slower * dense / max(foreseen, 1e-9)) ** (0.5**forgotten))
