@@ -128,7 +128,7 @@ def shares(cases: dict[str, Any], method: str) -> dict[str, Shares]:
 
 @functools.cache
 def accurate(preset: str) -> tuple[str, ...]:
-    """The fixed choices that keep accuracy on a model of the preset's kind."""
+    """The fixed choices that keep accuracy on a model of the preset's kind, or were not trained."""
     cases, model = load("long_runs")["cases"], LIKE[preset]
     return tuple(each for each, name in FIXED.items() if long_runs.keeps_accuracy(cases, model, name))
 
