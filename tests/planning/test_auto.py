@@ -724,9 +724,8 @@ def test_half_precision_and_single_do_not_take_turns_where_they_are_about_equal(
 def test_medians_of_two_windows_decide_and_not_a_single_step() -> None:
     score = ForecastScore()
     score.begin(0.1)
-    for step in range(45):
-        score.observe(5.0 if step % 10 == 7 else 0.1)
-    assert (score.misses, score.windows) == (0, 4)
+    windows = sum(score.observe(5.0 if step % 10 == 7 else 0.1) for step in range(45))
+    assert (score.misses, windows) == (0, 4)
 
 
 # --- the guard ------------------------------------------------------------------------------------

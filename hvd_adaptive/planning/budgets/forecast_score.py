@@ -50,8 +50,6 @@ class ForecastScore:
     """What their steps took."""
     median: float | None = None
     """Of the last window."""
-    windows: int = 0
-    """How many there have been under this plan."""
     exposed: float | None = None
     """Of the last window's seconds, those of exposed communication; None where nobody knows."""
     slower: float = 0.0
@@ -79,7 +77,7 @@ class ForecastScore:
             computing: those of them that forward and backward pass take, where that can be compared.
             same: whether it does what the one before did, so that what steps usually take is known.
         """
-        self.expected, self.misses, self.median, self.windows = expected, 0, None, 0
+        self.expected, self.misses, self.median = expected, 0, None
         self._settling, self._seconds = settling, []
         self.exposed, self.slower, self._computing, self._computed = None, 0.0, computing, []
         self.missed_seconds = 0.0
@@ -137,7 +135,6 @@ class ForecastScore:
         self.best = min(self.best, self.median)
         self._count(sum(self._seconds))
         self._seconds, self._computed = [], []
-        self.windows += 1
         return True
 
     def _count(self, seconds: float) -> None:
@@ -164,7 +161,6 @@ class ForecastScore:
             "recent": list(self._recent),
             "best": self.best if self._recent else None,
             "median": self.median,
-            "windows": self.windows,
             "settling": self._settling,
             "seconds": list(self._seconds),
             "exposed": self.exposed,
@@ -176,7 +172,7 @@ class ForecastScore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self.expected, self.median = state["expected"], state["median"]
-        self.misses, self.windows = int(state["misses"]), int(state["windows"])
+        self.misses = int(state["misses"])
         self._settling = int(state["settling"])
         self._seconds = [float(each) for each in state["seconds"]]
         # older states know less

@@ -45,7 +45,7 @@ class Remeasurement:
     _measured_step: int = 0
 
     def judge(self, score: ForecastScore, step: int) -> None:
-        """A window of steps is complete: see whether two in a row were off."""
+        """A window of steps is complete: see whether they have been off for long enough."""
         if not score.misses and step >= self._step + QUIET * self._gap:
             self._gap = max(LEAST_GAP, self._gap // 2)
         self.wanted |= score.is_off and self._may(score, step)
