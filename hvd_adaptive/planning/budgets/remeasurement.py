@@ -48,10 +48,10 @@ class Remeasurement:
         """A window of steps is complete: see whether they have been off for long enough."""
         if not score.misses and step >= self._step + QUIET * self._gap:
             self._gap = max(LEAST_GAP, self._gap // 2)
-        self.wanted |= score.is_off and self._may(score, step)
+        self.join(score, step)
 
     def join(self, score: ForecastScore, step: int) -> None:
-        """A plan is made anyway: what could wait until then must not be hidden by it."""
+        """See that, and no more: a plan is made anyway, and must not hide what could wait for it."""
         self.wanted |= score.is_off and self._may(score, step)
 
     def _may(self, score: ForecastScore, step: int) -> bool:
