@@ -41,7 +41,8 @@ def parser(doc: str | None, points: Iterable[str], name: str) -> argparse.Argume
     """
     found = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
     add = found.add_argument
-    add("--only", default="", help=f"some of {', '.join(points)}, with commas between")
+    names = ", ".join(points).replace("%", "%%")  # which argparse else takes for its own
+    add("--only", default="", help=f"some of {names}, with commas between")
     add("--redo", action="store_true", help="measure again what the file holds already")
     quick_or_check(found, "a smoke run on 2 hosts; writes no file")
     add("--out", type=Path, default=report.RESULTS / f"{name}.json")

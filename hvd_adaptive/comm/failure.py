@@ -17,6 +17,16 @@ class LostRankError(RuntimeError):
     """
 
 
+def has_failed() -> bool:
+    """Whether this process ends with an error that nobody caught, or Ctrl-C.
+
+    Example:
+        >>> has_failed()
+        False
+    """
+    return hasattr(sys, "last_value")  # set by Python before it prints the error
+
+
 def means_lost_rank(error: BaseException) -> bool:
     """Whether an error says that another rank is gone.
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 from typing import Final
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+
+from hvd_adaptive.comm.failure import has_failed
 
 SECONDS: Final = 10.0
 """For all ranks to leave. What they still gather takes less; a rank that trains on never comes, and
@@ -44,8 +45,7 @@ def wait_for_all(process: int) -> None:
     Args:
         process: that is a rank; one that was forked from it waits for nobody.
     """
-    failed = hasattr(sys, "last_value")  # set by Python before it prints what nobody has caught
-    if failed or os.getpid() != process or not hvd.is_initialized():
+    if has_failed() or os.getpid() != process or not hvd.is_initialized():
         return
     try:
         handle = hvd.allreduce_async(torch.zeros(1), name=NAME)

@@ -32,6 +32,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from hvd_adaptive.comm.failure import has_failed
+
 if TYPE_CHECKING:
     from hvd_adaptive.comm.process_set_control import ProcessSetControl
 
@@ -41,6 +43,8 @@ LONGEST: Final = 4096
 """Bytes of a message; who sends more is not one of ours."""
 CONNECT_SECONDS: Final = 5.0
 """For an address to answer, and for a stranger to prove that he is none."""
+ENDED: Final = "ended by itself, before the others"
+"""What is said of a rank that left without an error."""
 SIOCGIFADDR: Final = 0x8915
 """Linux's number of the request for an interface's address."""
 
@@ -138,7 +142,7 @@ _watches: list[_Watch] = []
 def _begin(watch: _Watch) -> None:
     _watches.append(watch)
     # Registered after Horovod's own, and so called before: what is said at the end can still be sent.
-    atexit.register(watch.leave)
+    atexit.register(watch.end)
     os.register_at_fork(after_in_child=_forget)
     watch.start()
     watch.ready.wait(CONNECT_SECONDS)
@@ -147,7 +151,7 @@ def _begin(watch: _Watch) -> None:
 def _forget() -> None:
     """In a forked process, which has the connections but not the thread: it is no rank."""
     for watch in _watches:
-        atexit.unregister(watch.leave)
+        atexit.unregister(watch.end)
         watch.close()
     _watches.clear()
 
@@ -224,7 +228,11 @@ class _Watch(threading.Thread):
         except Exception as error:
             # silent from now on, but alive: the others must know
             say(f"hvd_adaptive: {self.name_of(self.position)} is no longer watched: {error!r}\n")
-            self.leave()
+            self.leave(by_itself=False)
+
+    def end(self) -> None:
+        """This process ends; not by itself where it does so with an error, which was told already."""
+        self.leave(by_itself=not has_failed())
 
     def loop(self) -> None:
         """Watch."""
@@ -234,8 +242,12 @@ class _Watch(threading.Thread):
         """The first event of all, or the first failure if this rank has ``failed``."""
         raise NotImplementedError
 
-    def leave(self) -> None:
-        """This rank may end at any moment, of its own will."""
+    def leave(self, by_itself: bool = True) -> None:
+        """This rank may be silent from now on.
+
+        Args:
+            by_itself: whether the others may end because of that.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -394,7 +406,8 @@ class Coordinator(_Watch):
         rank = self.peers[line.position].rank
         if "left" in message:
             self.release(line.position)
-            self._happened(Event(rank, "ended by itself, before the others"))
+            if message.get("by_itself"):
+                self._happened(Event(rank, ENDED))
         elif "failed" in message:
             self._happened(Event(rank, f"failed: {message['failed']}"))
         return "failed" in message or "why" in message
@@ -445,9 +458,10 @@ class Coordinator(_Watch):
         self._happened(Event(rank, f"failed: {question['failed']}"))
         return self._failed
 
-    def leave(self) -> None:
+    def leave(self, by_itself: bool = True) -> None:
         """The thread continues: while Horovod waits for the others, one of them may freeze."""
-        self._happened(Event(self.peers[0].rank, "ended by itself, before the others"))
+        if by_itself:
+            self._happened(Event(self.peers[0].rank, ENDED))
         for line in list(self._lines):
             with contextlib.suppress(OSError):  # gone; the thread will see it
                 line.send({"left": True, "first": self.first})
@@ -590,9 +604,9 @@ class Follower(_Watch):
             self._replied.wait(1.0)
         return self.first
 
-    def leave(self) -> None:
+    def leave(self, by_itself: bool = True) -> None:
         """Goes on to listen, as rank 0 does."""
-        self._send({"left": True})
+        self._send({"left": True, "by_itself": by_itself})
 
     def close(self) -> None:
         """For a forked process."""

@@ -66,6 +66,11 @@ def test_a_selection_of_nothing_is_refused(only: str, message: str) -> None:
         training.select(only)
 
 
+def test_help_names_every_point_whatever_its_name_is() -> None:
+    shown = command_line.parser("Which?", ["topk 25 %", "dense"], "some").format_help()
+    assert "topk 25 %, dense" in " ".join(shown.split())
+
+
 def test_a_small_run_is_not_compared_with_targets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         training.main(["--quick", "--check"])

@@ -128,6 +128,17 @@ def test_what_happened_first_is_what_all_are_told(first: Coordinator) -> None:
     assert first.ask({"why": True}) == left
 
 
+def test_who_ends_with_others_is_neither_missed_nor_named_in_their_place(first: Coordinator) -> None:
+    one, two = join(first, 1), join(first, 2)
+    wait_until(lambda: len(first._silence) == 2)
+    two.leave(by_itself=False)  # which is heard first
+    wait_until(lambda: list(first._silence) == [1])
+    first.leave(by_itself=False)
+    one.leave()
+    wait_until(lambda: first.first)
+    assert first.first == Event(1, "ended by itself, before the others")
+
+
 def test_who_was_killed_is_remembered_and_who_left_is_not_missed(first: Coordinator) -> None:
     one, two = join(first, 1), join(first, 2)
     wait_until(lambda: len(first._silence) == 2)
