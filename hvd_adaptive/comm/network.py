@@ -30,16 +30,16 @@ LEAST_BYTE = 1e-11
 class NetworkTransport(Transport):
     """A transport among processes."""
 
-    def link_costs(self, prefix: str) -> LinkCosts:
+    def link_costs(self, prefix: str, settled: bool = False) -> LinkCosts:
         """By :func:`measure_link`."""
-        return measure_link(self, prefix)
+        return measure_link(self, prefix, settled)
 
     def link_look(self, prefix: str) -> tuple[float, float]:
         """By :func:`look_at_link`."""
         return look_at_link(self, prefix)
 
 
-def measure_link(transport: Transport, prefix: str) -> LinkCosts:
+def measure_link(transport: Transport, prefix: str, settled: bool = False) -> LinkCosts:
     """Time small and large operations; all ranks call it at the same time.
 
     Where nodes have several ranks, it does so also inside the nodes and between them.
@@ -49,10 +49,12 @@ def measure_link(transport: Transport, prefix: str) -> LinkCosts:
     Args:
         transport: between the ranks.
         prefix: of the operations' names.
+        settled: whether nothing was computed since :func:`look_at_link`, the same on all ranks.
     """
     if transport.size == 1:
         return LinkCosts.of_gigabit()
-    settle(transport, prefix)
+    if not settled:
+        settle(transport, prefix)
     costs = _measured(transport, prefix, "all")
     if not transport.has_node_groups:
         return costs

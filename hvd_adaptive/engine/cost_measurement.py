@@ -84,7 +84,7 @@ class CostMeasurement:
             self._looked = kept is not None
             if kept is not None:
                 return MeasuredCosts.from_dict(kept)
-            self._known.forget_network()
+            self._known.forget_network(settled=True)
         gathered = {short_spec(x): x for x in compressors if isinstance(x, GatheredCompressor)}
         self._known.link()
         dtypes = [each for each in dict.fromkeys(map(_summed_as, compressors)) if each is not None]

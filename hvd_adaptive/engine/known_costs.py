@@ -43,13 +43,19 @@ class KnownCosts:
     def __init__(self, transport: Transport, control: Control, prefix: str) -> None:
         self.transport, self.control, self.prefix = transport, control, prefix
         self._link: LinkCosts | None = None
+        self._settled = False
+        """Whether the network was only just looked at."""
         self._codecs: dict[str, CodecCosts] = {}
         self.excess: dict[str, float] = {}
         """Seconds that a bucket takes longer by a scheme than foreseen, of those that were tried."""
 
-    def forget_network(self) -> None:
-        """There are other ranks, or it has changed: it must be measured again."""
-        self._link = None
+    def forget_network(self, settled: bool = False) -> None:
+        """There are other ranks, or it has changed: it must be measured again.
+
+        Args:
+            settled: whether that is done right after :meth:`network_is_as_known`, on all ranks.
+        """
+        self._link, self._settled = None, settled
         self.excess = {}
 
     def network_is_as_known(self) -> bool:
@@ -94,7 +100,8 @@ class KnownCosts:
         if self._link is not None and not missing:
             return self._link
         # no count in the names: ranks that have just joined know of no earlier measurement
-        mine = self._link or self.transport.link_costs(self.prefix)
+        mine = self._link or self.transport.link_costs(self.prefix, self._settled)
+        self._settled = False
 
         measured = self.timed(lambda: {key: measure_codec(each) for key, each in missing.items()})
 

@@ -113,9 +113,10 @@ def test_a_network_that_is_what_it_was_is_looked_at_only_but_not_twice_in_a_row(
             see.append(next(looks))
         return see[-1] if self.rank == 0 else slow  # only the first rank's counts
 
-    def counted(self: LocalTransport, prefix: str) -> Any:
+    def counted(self: LocalTransport, prefix: str, settled: bool = False) -> Any:
         if self.rank == 0:
             measured_at.append(len(see))
+            assert settled == (len(see) > 0), "what was just looked at has settled"
         return measure_all(self, prefix)
 
     monkeypatch.setattr(LocalTransport, "link_look", look)
@@ -147,6 +148,25 @@ def test_a_look_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timed == ["allgather"] * 4
     assert len(submitted) - len(timed) <= SETTLING
     assert all(small > 0 and byte > 0 for small, byte in found)
+
+
+def test_the_network_is_not_settled_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settles(rank: LocalRank, settled: bool) -> None:
+        transport = rank.transport()
+        submit = transport.submit
+
+        def watched(request: Any, name: str, step: int) -> Any:
+            names.append(name)
+            return submit(request, name, step)
+
+        monkeypatch.setattr(transport, "submit", watched)
+        measure_link(transport, "link", settled)
+
+    for settled in (False, True):
+        names: list[str] = []
+        LocalGroup(2).run(lambda rank, settled=settled: settles(rank, settled))
+        assert ("link.settle" in names) != settled
+        assert any(name.startswith("link.allgather") for name in names)
 
 
 def test_ranks_settle_for_as_long_as_the_first_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
