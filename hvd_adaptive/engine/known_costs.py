@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,15 +18,17 @@ from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.compressors import format_spec
 from hvd_adaptive.compressors.base import Compressor, GatheredCompressor, LayerBatch
 
-__all__ = ["KnownCosts", "measure_codec", "seconds_of"]
+__all__ = ["KnownCosts", "measure_codec", "seconds_of", "usual_seconds"]
 
-T = TypeVar("T")
+Timed: TypeAlias = "dict[str, dict[str, Any]]"
+"""What compressors take, by their text: fields of :class:`CodecCosts` or of the like."""
 
 SAMPLE = 1 << 18
 """Elements on which a compressor's speed is measured."""
-REPEATS = 3
-AT_LEAST = 0.012
-"""Seconds that a measurement takes: several turns of a core that ranks share."""
+ROUNDS = 3
+"""How often it is: the median counts."""
+REPEATS, AT_LEAST = 3, 0.006
+"""Calls and seconds of each time, at least: a turn of a core that ranks share."""
 
 
 class KnownCosts:
@@ -91,7 +94,7 @@ class KnownCosts:
     def link(self, compressors: Iterable[Compressor] = ()) -> LinkCosts:
         """Measure what is not known yet; all ranks then know what rank 0 has found.
 
-        Cost: see :func:`~hvd_adaptive.comm.network.measure_link`, once, and 50 ms per compressor.
+        Cost: see :func:`~hvd_adaptive.comm.network.measure_link`, once, and 70 ms per compressor.
 
         Args:
             compressors: whose :meth:`codec` will be asked for; all of gathered payloads.
@@ -103,35 +106,54 @@ class KnownCosts:
         mine = self._link or self.transport.link_costs(self.prefix, self._settled)
         self._settled = False
 
-        measured = self.timed(lambda: {key: measure_codec(each) for key, each in missing.items()})
+        measured = self.timed(
+            lambda: {key: asdict(measure_codec(each)) for key, each in missing.items()}
+        )
 
-        def found() -> dict[str, dict[str, Any]]:
+        def found() -> Timed:
             # a rank that has just joined knows none of them
-            return {"": mine.to_dict()} | {
-                key: asdict(each) for key, each in {**self._codecs, **measured}.items()
-            }
+            known = {key: asdict(each) for key, each in self._codecs.items()}
+            return {"": mine.to_dict()} | measured | known
 
         agreed = self.control.decide(found)
         self._link = LinkCosts.from_dict(agreed.pop(""))
         self._codecs |= {key: CodecCosts(**costs) for key, costs in agreed.items()}
         return self._link
 
-    def timed(self, measure: Callable[[], dict[str, T]]) -> dict[str, T]:
+    def timed(self, measure: Callable[[], Timed]) -> Timed:
         """What timing compressors gives: on all ranks at once, as all of them compress at once.
 
-        Where ranks share cores, or the memory, they take from each other what they do in training.
+        Where ranks share cores, or the memory, they take from each other what they do in training: one
+        of them may have had its core for itself just then, or not at all, and the median counts.
         Virtual ranks stand for processes that have a core each, and only rank 0 measures.
         """
         alone = not self.transport.takes_time and self.transport.rank != 0
-        return {} if alone else measure()
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for found in self.control.allgather({} if alone else measure()):
+            for key, row in found.items():
+                rows.setdefault(key, []).append(row)
+        return {key: _medians(each) for key, each in rows.items()}
 
 
 def _key(compressor: Compressor) -> str:
     return format_spec(compressor.state_key)
 
 
+def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one compressor, as each rank has timed it; what is no time is the same on all.
+
+    Example:
+        >>> _medians([{"compress": seconds, "kind": "fp16"} for seconds in (2e-9, 9e-9, 3e-9)])
+        {'compress': 3e-09, 'kind': 'fp16'}
+    """
+    return {
+        name: statistics.median(row[name] for row in rows) if isinstance(value, float) else value
+        for name, value in rows[0].items()
+    }
+
+
 def measure_codec(compressor: Compressor) -> CodecCosts:
-    """Time a compressor on random numbers, in host memory. Cost: 50 ms."""
+    """Time a compressor on random numbers, in host memory. Cost: 70 ms."""
     assert isinstance(compressor, GatheredCompressor), compressor
     x, out = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)), torch.empty(SAMPLE)
     batch = LayerBatch(x.clone(), np.array([0, SAMPLE]), [compressor.level])
@@ -141,13 +163,21 @@ def measure_codec(compressor: Compressor) -> CodecCosts:
         batch.x.copy_(x)
         compressor.compress_layers_(batch)
 
-    compressing = seconds_of(compress)
-    one = seconds_of(lambda: compressor.decompress_layers_sum_([body], [out], 1.0))
-    three = seconds_of(lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0))
+    compressing, one, three = usual_seconds(
+        compress,
+        lambda: compressor.decompress_layers_sum_([body], [out], 1.0),
+        lambda: compressor.decompress_layers_sum_([body] * 3, [out], 1.0),
+    )
     payload = max(0.0, three - one) / 2
     return CodecCosts(
         compressing / SAMPLE, max(0.0, one - payload) / SAMPLE, payload / max(1, body.numel())
     )
+
+
+def usual_seconds(*works: Callable[[], object]) -> list[float]:
+    """Of each, timed in turn: whatever else the machine does at times meets only some of them."""
+    rounds = [[seconds_of(work) for work in works] for _ in range(ROUNDS)]
+    return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
 
 def seconds_of(work: Callable[[], object]) -> float:

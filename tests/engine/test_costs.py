@@ -23,9 +23,9 @@ from hvd_adaptive.comm.network import (
 )
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
-from hvd_adaptive.engine import cost_measurement, known_costs
+from hvd_adaptive.engine import known_costs
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
-from hvd_adaptive.engine.known_costs import KnownCosts, seconds_of
+from hvd_adaptive.engine.known_costs import KnownCosts, seconds_of, usual_seconds
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
 
@@ -75,6 +75,35 @@ def test_compressors_are_timed_on_all_ranks_at_once(
     assert list(found[0].codecs.values())[:2] == [QUICK, QUICK]
 
 
+def test_a_rank_that_was_held_up_while_it_timed_a_compressor_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {0: 14e-9, 1: 3e-9, 2: 2e-9}
+    here = threading.local()
+
+    def timed(compressor: Compressor) -> CodecCosts:
+        return CodecCosts(times[here.rank], 1e-9, 2 * times[here.rank])
+
+    monkeypatch.setattr(known_costs, "measure_codec", timed)
+    monkeypatch.setattr(LocalTransport, "takes_time", True)
+    topk = parse("topk:density=0.1")
+
+    def measure(rank: LocalRank) -> CodecCosts:
+        here.rank = rank.rank
+        known = KnownCosts(rank.transport(), rank.control("control"), "costs")
+        known.link([topk])
+        return known.codec(topk)
+
+    assert LocalGroup(3).run(measure) == [CodecCosts(3e-9, 1e-9, 6e-9)] * 3
+
+
+def test_what_meets_one_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([2.0, 30.0, 2.1, 3.0, 90.0, 3.1])
+    monkeypatch.setattr(known_costs, "seconds_of", lambda work: next(taken))
+    assert usual_seconds(list, list) == [2.1, 3.1]
+    assert next(taken, None) is None
+
+
 def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """No network changes what a compressor takes, and a small step is a few ms."""
     calls = 0
@@ -85,7 +114,6 @@ def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> 
         return 1e-3
 
     monkeypatch.setattr(known_costs, "seconds_of", counted)
-    monkeypatch.setattr(cost_measurement, "seconds_of", counted)
     compressors = [parse(spec) for spec in ("fp16", "topk:density=0.1", "none")]
 
     def measure(rank: LocalRank) -> list[Any]:
@@ -94,7 +122,7 @@ def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> 
         return [costs(compressors, again).codecs for again in (False, True)]
 
     ((once, again),) = LocalGroup(1).run(measure)
-    assert calls == 2 + 3 + 2
+    assert calls == known_costs.ROUNDS * (2 + 3 + 2)
     assert once == again
     assert list(once) == ["fp16", *(spec for spec in once if "topk" in spec), "none"]
 
