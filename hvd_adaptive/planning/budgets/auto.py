@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adaptive.arrays import Float64s, Int64s
+from hvd_adaptive.arrays import Int64s
+from hvd_adaptive.planning.budgets.arrivals import Arrivals
 from hvd_adaptive.planning.budgets.base import Budget, BudgetOptions
 from hvd_adaptive.planning.budgets.calibration import Calibration
 from hvd_adaptive.planning.budgets.decision_costs import DecisionCosts
 from hvd_adaptive.planning.budgets.dense_control import FAR_SLOWER, SLOWER, DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
-from hvd_adaptive.planning.budgets.losses import Losses, losses_of, withheld_at_first
+from hvd_adaptive.planning.budgets.losses import Losses, losses_of
 from hvd_adaptive.planning.budgets.mean_shares import MeanShares
-from hvd_adaptive.planning.budgets.patience import FILLING, Patience, in_vain
+from hvd_adaptive.planning.budgets.patience import Patience, in_vain
 from hvd_adaptive.planning.budgets.remeasurement import Remeasurement, far_off
+from hvd_adaptive.planning.budgets.withholding import Withholding
 from hvd_adaptive.planning.dense_steps import DenseSteps
 from hvd_adaptive.planning.explanation import explain, in_ms
 from hvd_adaptive.planning.gradient_signals import (
@@ -31,12 +33,7 @@ from hvd_adaptive.planning.gradient_signals import (
 )
 from hvd_adaptive.planning.least_time import Contender, TimeLimits
 from hvd_adaptive.planning.measurements import Measurement, PlanningInput, StepMeasurements
-from hvd_adaptive.planning.step_time import (
-    StepCosts,
-    StepModel,
-    arrival_order,
-    spread,
-)
+from hvd_adaptive.planning.step_time import StepCosts, StepModel
 from hvd_adaptive.planning.table import CandidateTable, Limits
 
 __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
@@ -123,8 +120,6 @@ LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
-FACTORS = (0.05, 16.0)
-"""Bounds of what layers withhold, of what they should."""
 
 
 class AutoBudget(Budget):
@@ -143,15 +138,12 @@ class AutoBudget(Budget):
         self._plans = 0
         self._compresses = False
         self._levels: Int64s | None = None
-        self._since: Int64s | None = None
         self._planned_step = 0
         self._planned_delay = 0.0
         self._patience, self._costs = Patience(), DecisionCosts()
         # what was learned
-        self._factors: Float64s | None = None
-        self._shares = MeanShares()
-        self._ready: Float64s | None = None
-        self._order: Int64s | None = None
+        self._withholding, self._shares = Withholding(), MeanShares()
+        self._arrivals: Arrivals | None = None
         self._found = Calibration()
         self._caution = 1.0
         # what is to be done next
@@ -302,7 +294,8 @@ class AutoBudget(Budget):
         if verdict := self._guard.take_verdict():
             self._notes.append(verdict)
         if self._levels is not None and len(self._levels) != len(table.names):
-            self._levels = self._since = self._factors = self._ready = self._order = None
+            self._levels = self._arrivals = None
+            self._withholding = Withholding()
             self._control.give_up()
         losses = self._losses(table, signals, costs, facts.step)
         limits = TimeLimits(
@@ -347,60 +340,31 @@ class AutoBudget(Budget):
         """Of all candidates, and their limits."""
         signals = self._shares.smoothed(signals)
         signal, noise = noise_of(signals.energy, signals.mean_energy, self._ranks)
-        seen = self._observed_factors(
-            table, signals, withheld_steps(signals.residual, signal, noise / self._ranks), step
-        )
+        steps = withheld_steps(signals.residual, signal, noise / self._ranks)
+        seen = self._withholding.observe(table, signals, steps, self._levels, step)
         delay, share = self._allowed_delay(step), self._caution * self._options.limits[1]
         metric = self._options.metric
         return losses_of(table, signals, costs, metric, seen, delay, share, self._ranks)
-
-    def _observed_factors(
-        self, table: CandidateTable, signals: GradientSignals, seen: Float64s, step: int
-    ) -> Float64s:
-        """``k`` of each layer and kind of candidate: steps withheld, of those that should be.
-
-        A residual that is still filling up shows too few, so an observation that is below what is
-        known counts once a layer has been compressed for as long as one filling takes.
-        """
-        if self._factors is None:
-            self._factors = np.ones((2, len(signals.energy)))
-        if self._levels is None or self._since is None:
-            return self._factors
-        chosen = [*enumerate(self._levels.tolist())]
-        density, errors, projected = (
-            np.array([rows[layer][index] for layer, index in chosen])
-            for rows in (signals.densities, table.errors, signals.projected)
-        )
-        expected = withheld_at_first(density, signals.energy, errors)
-        tells = (self._since >= 0) & np.isfinite(expected) & (expected >= 1) & ~projected
-        for layer in np.flatnonzero(tells):
-            found = float(np.clip(seen[layer] / expected[layer], *FACTORS))
-            filled = step - self._since[layer] >= max(expected[layer], FILLING)
-            known = self._factors[int(density[layer] < 1)]
-            if found > known[layer] or filled:
-                known[layer] = 0.5 * (known[layer] + found)
-        return self._factors
 
     # --- seconds ----------------------------------------------------------------------------------
 
     def _model(self, facts: PlanningInput, signals: GradientSignals, costs: StepCosts) -> StepModel:
         """Of a step; when gradients arrive is known from dense steps."""
-        count = len(signals.energy)
-        buckets = facts.buckets if facts.buckets is not None else np.zeros(count, np.int64)
+        numel = signals.numel
+        buckets = facts.buckets if facts.buckets is not None else np.zeros(len(numel), np.int64)
         compute = costs.compute_seconds if costs.assumed else self._found.compute
-        if self._order is None or self._ready is None or not self._compresses:
-            self._order = arrival_order(buckets)
-            if costs.assumed:
-                self._ready = spread(float(compute or 0.0), signals.numel, self._order)
-            else:
-                computing = self._dense.quantiles()[1]
-                self._ready = self._dense.ready(buckets, signals.numel, self._order, computing)
+        if self._arrivals is None or not self._compresses:
+            self._arrivals = (
+                Arrivals.even(buckets, numel, float(compute or 0.0))
+                if costs.assumed
+                else Arrivals.seen(buckets, numel, self._dense)
+            )
         return StepModel(
             costs,
             float(compute or 0.0),
-            self._ready,
-            self._order,
-            signals.numel,
+            self._arrivals.ready,
+            self._arrivals.order,
+            numel,
             signals.specs,
             signals.payloads,
             self._found.network,
@@ -446,7 +410,11 @@ class AutoBudget(Budget):
             left = self._horizon - facts.step if bounds else None
             words += explain(limits, chosen, self._report, self._options.accuracy, left)
         kept = facts.step - self._planned_step if self._compresses else 0
-        vain = self._plans > 0 and not asks and in_vain(limits, chosen, self._since, facts.step)
+        vain = (
+            self._plans > 0
+            and not asks
+            and in_vain(limits, chosen, self._withholding.since, facts.step)
+        )
         self._patience.judge(vain, kept, facts.step)
         self._costs.decided(chosen.parts.exposed, self._patience.periods)
         self._report["patience"] = float(self.patience)
@@ -461,8 +429,7 @@ class AutoBudget(Budget):
     def _take(self, levels: Int64s, limits: TimeLimits, chosen: Contender, step: int) -> None:
         """The plan is in force from now on, or soon."""
         biased = np.array([row[index] > 0 for row, index in zip(limits.delays, levels, strict=True)])
-        before = np.full(len(levels), -1) if self._since is None else self._since
-        self._since = np.where(biased, np.where(before >= 0, before, step), -1).astype(np.int64)
+        self._withholding.take(biased, step)
         if self._control.on and self._compresses:
             self._dense.keep_last(0)  # only those of now are a comparison
         self._levels, self._compresses = levels.copy(), not chosen.dense
@@ -487,16 +454,13 @@ class AutoBudget(Budget):
             "plans": self._plans,
             "compresses": self._compresses,
             "levels": None if self._levels is None else self._levels.tolist(),
-            # counts from 0 on: 0 is not compressed
-            "since": None if self._since is None else (self._since + 1).tolist(),
             "planned_step": self._planned_step,
             "planned_delay": self._planned_delay,
             **self._patience.to_dict(),
             "decision_costs": self._costs.to_dict(),
-            "factors": None if self._factors is None else self._factors.tolist(),
+            **self._withholding.to_dict(),
             **self._shares.to_dict(),
-            "ready": None if self._ready is None else self._ready.tolist(),
-            "order": None if self._order is None else self._order.tolist(),
+            **({"ready": None, "order": None} if self._arrivals is None else self._arrivals.to_dict()),
             **self._found.to_dict(),
             "control": self._control.state_dict(),
             "caution": self._caution,
@@ -510,17 +474,14 @@ class AutoBudget(Budget):
         self._score.load_state_dict(state["score"])
         self._guard.load_state_dict(state["guard"])
         self._plans, self._compresses = int(state["plans"]), bool(state["compresses"])
-        self._levels, self._since = _int64s(state["levels"]), _int64s(state["since"])
-        self._since = None if self._since is None else self._since - 1
+        levels = state["levels"]
+        self._levels = None if levels is None else np.array(levels, np.int64)
         self._planned_step = int(state["planned_step"])
         self._planned_delay = float(state["planned_delay"])
         self._patience = Patience.from_dict(state)
         self._costs = DecisionCosts.from_dict(state.get("decision_costs", {}))  # older states have none
-        self._factors, self._ready = _float64s(state["factors"]), _float64s(state["ready"])
-        if self._factors is not None and self._factors.ndim == 1:  # older states know one kind
-            self._factors = np.stack([np.ones_like(self._factors), self._factors])
-        self._shares = MeanShares.from_dict(state)
-        self._order = _int64s(state["order"])
+        self._withholding = Withholding.from_dict(state)
+        self._shares, self._arrivals = MeanShares.from_dict(state), Arrivals.from_dict(state)
         self._found = Calibration.from_dict(state)
         self._caution = float(state["caution"])
         self._control = DenseControl.from_dict(state["control"])
@@ -566,11 +527,3 @@ def _foreseen(
         "correction": limits.correction,
         "drift": limits.drift,
     }
-
-
-def _int64s(values: Any) -> Int64s | None:
-    return None if values is None else np.array(values, dtype=np.int64)
-
-
-def _float64s(values: Any) -> Float64s | None:
-    return None if values is None else np.array(values, dtype=np.float64)
