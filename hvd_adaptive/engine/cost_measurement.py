@@ -84,9 +84,9 @@ class CostMeasurement:
             self._looked = kept is not None
             if kept is not None:
                 return MeasuredCosts.from_dict(kept)
-            self._known.forget_network(settled=True)
+            self._known.forget_network()
         gathered = {short_spec(x): x for x in compressors if isinstance(x, GatheredCompressor)}
-        self._known.link()
+        self._known.link(settled=again)
         dtypes = [each for each in dict.fromkeys(map(_summed_as, compressors)) if each is not None]
         sums = {str(dtype): costs for dtype, costs in self._sums(dtypes).items()}
         # compressors last: after seconds of computing, ranks that share cores take turns unevenly, and

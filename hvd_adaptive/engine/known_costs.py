@@ -46,19 +46,13 @@ class KnownCosts:
     def __init__(self, transport: Transport, control: Control, prefix: str) -> None:
         self.transport, self.control, self.prefix = transport, control, prefix
         self._link: LinkCosts | None = None
-        self._settled = False
-        """Whether the network was only just looked at."""
         self._codecs: dict[str, CodecCosts] = {}
         self.excess: dict[str, float] = {}
         """Seconds that a bucket takes longer by a scheme than foreseen, of those that were tried."""
 
-    def forget_network(self, settled: bool = False) -> None:
-        """There are other ranks, or it has changed: it must be measured again.
-
-        Args:
-            settled: whether that is done right after :meth:`network_is_as_known`, on all ranks.
-        """
-        self._link, self._settled = None, settled
+    def forget_network(self) -> None:
+        """There are other ranks, or it has changed: it must be measured again."""
+        self._link = None
         self.excess = {}
 
     def network_is_as_known(self) -> bool:
@@ -91,21 +85,20 @@ class KnownCosts:
         """Of a compressor that :meth:`link` was called with."""
         return self._codecs[_key(compressor)]
 
-    def link(self, compressors: Iterable[Compressor] = ()) -> LinkCosts:
+    def link(self, compressors: Iterable[Compressor] = (), settled: bool = False) -> LinkCosts:
         """Measure what is not known yet; all ranks then know what rank 0 has found.
 
         Cost: see :func:`~hvd_adaptive.comm.network.measure_link`, once, and 70 ms per compressor.
 
         Args:
             compressors: whose :meth:`codec` will be asked for; all of gathered payloads.
+            settled: whether this comes right after :meth:`network_is_as_known`, on all ranks.
         """
         missing = {key: each for each in compressors if (key := _key(each)) not in self._codecs}
         if self._link is not None and not missing:
             return self._link
         # no count in the names: ranks that have just joined know of no earlier measurement
-        mine = self._link or self.transport.link_costs(self.prefix, self._settled)
-        self._settled = False
-
+        mine = self._link or self.transport.link_costs(self.prefix, settled)
         measured = self.timed(
             lambda: {key: asdict(measure_codec(each)) for key, each in missing.items()}
         )
