@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.network import training_tables as tables
 from benchmarks.network.training_tables import COMPUTE_ONLY, FP16, TARGET_RATE, TOPK
+from benchmarks.report import auto_fragments
 from benchmarks.report.old_defaults import note, of_cells
 from benchmarks.report.plots import best
 from benchmarks.report.results_markdown import load, span, table
@@ -287,5 +288,9 @@ FRAGMENTS: dict[str, Callable[[], str]] = {
     "fast_links": fast_links,
     "lost": lost,
     "aggregate": aggregate,
+    "auto": auto_fragments.in_readme,
+    "auto_accuracy": auto_fragments.accuracy,
+    "auto_steps": auto_fragments.steps,
+    "auto_whole": auto_fragments.whole,
 }
 """By the name between a page's markers."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.report.results_page            # rewrites what is stale
 
-Pages hold *fragments*: what stands between ``<!-- NAME: begin ... -->`` and ``<!-- NAME: end -->`` is
-made here, and a test compares it with the stored figures.
+Pages hold *fragments*: what stands between ``<!-- NAME: begin ... -->`` and ``<!-- NAME: end -->``, on
+lines of its own or within one, is made here, and a test compares it with the stored figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ANSWERS = (
     "Memory",
 )
 """The headings whose questions and answers open the page."""
-FRAGMENT = re.compile(r"(<!-- (\w+): begin [^>]*-->\n)(.*?)(<!-- \2: end -->)", re.DOTALL)
+FRAGMENT = re.compile(r"(<!-- (\w+): begin [^>]*-->(\n?))(.*?)(<!-- \2: end -->)", re.DOTALL)
 
 
 def render() -> str:
@@ -68,7 +68,7 @@ def slug(heading: str) -> str:
 
 def filled(text: str) -> str:
     """A page with every fragment as the figures are now."""
-    return FRAGMENT.sub(lambda found: found[1] + FRAGMENTS[found[2]]() + "\n" + found[4], text)
+    return FRAGMENT.sub(lambda found: found[1] + FRAGMENTS[found[2]]() + found[3] + found[5], text)
 
 
 def pages() -> list[Path]:
