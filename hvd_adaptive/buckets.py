@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from hvd_adaptive.arrays import Int64s
-from hvd_adaptive.compressors.base import CastCompressor, Compressor, Level
+from hvd_adaptive.compressors.base import Compressor, Level
+from hvd_adaptive.compressors.linear import CastCompressor
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire.frame import MAX_GATHERED_BYTES, frame_bytes
 

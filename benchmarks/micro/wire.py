@@ -32,8 +32,8 @@ from benchmarks.report import report
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import LayerBatch
 from hvd_adaptive.compressors.distributions import Norm
+from hvd_adaptive.compressors.learned import ALQ, AMQ
 from hvd_adaptive.compressors.level_fitting import LearnedLevels
-from hvd_adaptive.compressors.quantized import ALQ, AMQ
 from hvd_adaptive.wire.sparse import count_of
 
 LEARNED = {

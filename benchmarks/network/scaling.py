@@ -48,13 +48,8 @@ from benchmarks.network.scaling_model import (
 from benchmarks.report import report
 from hvd_adaptive import compressors
 from hvd_adaptive.comm.link_costs import seconds_of_byte
-from hvd_adaptive.compressors.base import (
-    CastCompressor,
-    GatheredCompressor,
-    LayerBatch,
-    LinearBatch,
-    LinearCompressor,
-)
+from hvd_adaptive.compressors.base import GatheredCompressor, LayerBatch
+from hvd_adaptive.compressors.linear import CastCompressor, LinearBatch, LinearCompressor
 from hvd_adaptive.layers import Layer
 
 RANKS = (1, 2, 4, 8, 16)

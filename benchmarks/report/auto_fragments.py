@@ -99,7 +99,7 @@ def whole() -> str:
         "Of the time to the target of whichever is the fastest there, known in hindsight only,\n"
         f"`auto` takes {_by_model(_of_best)}.\n"
         "Of the whole run by stock fp16 it takes "
-        f"{_by_model(functools.partial(_of_run, whole_runs.AUTO))},\n"
+        f"{_by_model(functools.partial(_of_run, long_runs.AUTO))},\n"
         f"to the target {_by_model(_of_stock)};\n"
         f"top-k 2 % takes {_by_model(functools.partial(_of_run, 'topk'))} of the whole run."
     )
@@ -107,12 +107,12 @@ def whole() -> str:
 
 def _of_best(runs: whole_runs.Runs) -> float:
     """NaN where no static method reaches the target."""
-    return whole_runs.seconds_to_target(runs, whole_runs.AUTO) / whole_runs.best_static(runs)[1]
+    return whole_runs.seconds_to_target(runs, long_runs.AUTO) / whole_runs.best_static(runs)[1]
 
 
 def _of_stock(runs: whole_runs.Runs) -> float:
     """Seconds to the target; NaN where it is not reached."""
-    return whole_runs.seconds_to_target(runs, whole_runs.AUTO) / whole_runs.seconds_to_target(
+    return whole_runs.seconds_to_target(runs, long_runs.AUTO) / whole_runs.seconds_to_target(
         runs, whole_runs.FP16
     )
 

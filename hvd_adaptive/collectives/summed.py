@@ -21,13 +21,8 @@ from hvd_adaptive.collectives.base import (
     shaped,
 )
 from hvd_adaptive.comm.request import Request
-from hvd_adaptive.compressors.base import (
-    CastCompressor,
-    LinearBatch,
-    LinearCompressor,
-    Rounds,
-    all_finite,
-)
+from hvd_adaptive.compressors.checks import all_finite
+from hvd_adaptive.compressors.linear import CastCompressor, LinearBatch, LinearCompressor, Rounds
 from hvd_adaptive.feedback import FeedbackState, split
 
 Reduction: TypeAlias = Callable[[Tensor, BucketIO], Generator[Request, Tensor, Tensor]]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from hvd_adaptive import specs
 from hvd_adaptive.compressors.base import (
-    CastCompressor,
     CodecState,
     Compressor,
     GatheredCompressor,
@@ -16,17 +15,15 @@ from hvd_adaptive.compressors.base import (
     LayerStats,
     Learner,
     Level,
-    LinearBatch,
-    LinearCompressor,
     MultiLevel,
     Payload,
 )
 from hvd_adaptive.compressors.dense import BFloat16, Float16, NoCompression
 from hvd_adaptive.compressors.layerwise import LayerwiseCompressor
+from hvd_adaptive.compressors.learned import ALQ, AMQ
+from hvd_adaptive.compressors.linear import CastCompressor, LinearBatch, LinearCompressor
 from hvd_adaptive.compressors.lowrank import PowerSGD
-from hvd_adaptive.compressors.quantized import (
-    ALQ,
-    AMQ,
+from hvd_adaptive.compressors.quantizers import (
     NUQSGD,
     QSGD,
     Natural,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_adaptive.compressors.base import CastCompressor
+from hvd_adaptive.compressors.linear import CastCompressor
 from hvd_adaptive.layers import PayloadKind
 
 

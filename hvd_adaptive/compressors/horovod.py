@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive import rng
-from hvd_adaptive.compressors.base import LayerContext, LinearCompressor, Payload, all_finite
+from hvd_adaptive.compressors.base import LayerContext, Payload
+from hvd_adaptive.compressors.checks import all_finite
+from hvd_adaptive.compressors.linear import LinearCompressor
 from hvd_adaptive.layers import SMALL_NUMEL
 from hvd_adaptive.wire import sparse as wire_sparse
 

@@ -19,8 +19,8 @@ from hvd_adaptive.compressors.base import (
     LayerContext,
     LayerStats,
     Level,
-    all_finite,
 )
+from hvd_adaptive.compressors.checks import all_finite
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire.varint import varint_bytes, write_varint
 

@@ -18,17 +18,12 @@ from hvd_adaptive.compressors.base import (
     Compressor,
     LayerContext,
     Level,
-    LinearBatch,
-    LinearCompressor,
     Payload,
-    Rounds,
     Shape,
-    all_finite,
-    check_input,
-    check_output,
-    check_values,
     whole_bounds,
 )
+from hvd_adaptive.compressors.checks import all_finite, check_input, check_output, check_values
+from hvd_adaptive.compressors.linear import LinearBatch, LinearCompressor, Rounds
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.rng import mix
 from hvd_adaptive.wire import WireError

@@ -16,18 +16,14 @@ from hvd_adaptive.compressors.base import (
     NO_CONTEXT,
     LayerContext,
     Level,
-    LinearBatch,
-    LinearCompressor,
     MultiLevel,
     Payload,
-    Rounds,
     Shape,
-    all_finite,
     check_density_bounds,
-    check_input,
-    check_values,
     densities,
 )
+from hvd_adaptive.compressors.checks import all_finite, check_input, check_values
+from hvd_adaptive.compressors.linear import LinearBatch, LinearCompressor, Rounds
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.layers import Layer, PayloadKind
 from hvd_adaptive.wire import WireError

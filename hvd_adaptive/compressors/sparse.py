@@ -32,9 +32,9 @@ from hvd_adaptive.compressors.base import (
     Reduced,
     Shape,
     check_density_bounds,
-    check_input,
     densities,
 )
+from hvd_adaptive.compressors.checks import check_input
 from hvd_adaptive.kernels import SelectionRule
 from hvd_adaptive.kernels.floats import INF
 from hvd_adaptive.kernels.selection import (

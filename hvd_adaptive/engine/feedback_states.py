@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_adaptive import feedback
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.collectives import scheme_named
-from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.compressors.checks import all_finite
 from hvd_adaptive.feedback import (
     RESIDUAL,
     Feedback,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket
 from hvd_adaptive.compressors import NoCompression
-from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.compressors.checks import all_finite
 from hvd_adaptive.feedback.base import Feedback, FeedbackContext, FeedbackState, ReduceBuffer
 from hvd_adaptive.feedback.velocity import VELOCITY, advance, check_momentum, foreseen, go_back
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hvd_adaptive.buckets import Bucket
-from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.compressors.checks import all_finite
 from hvd_adaptive.feedback.base import (
     RESIDUAL,
     Feedback,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hvd_adaptive.compressors.base import all_finite
+from hvd_adaptive.compressors.checks import all_finite
 from hvd_adaptive.feedback.base import LARGEST_MAGNITUDE
 
 VELOCITY = "velocity"

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compressors.quantized import (
-    ALQ,
-    AMQ,
+from hvd_adaptive.compressors.learned import ALQ, AMQ
+from hvd_adaptive.compressors.quantized import Quantizer
+from hvd_adaptive.compressors.quantizers import (
     NUQSGD,
     QSGD,
     Natural,
     OneBit,
     QSGDInf,
-    Quantizer,
     SignSGD,
     TernGrad,
 )

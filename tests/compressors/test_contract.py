@@ -27,7 +27,8 @@ from hvd_adaptive.compressors import (
     format_spec,
     parse,
 )
-from hvd_adaptive.compressors.base import CastCompressor, LayerBatch, LayerContext
+from hvd_adaptive.compressors.base import LayerBatch, LayerContext
+from hvd_adaptive.compressors.linear import CastCompressor
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import WireError
 

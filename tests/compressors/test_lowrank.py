@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compressors import lowrank
-from hvd_adaptive.compressors.base import LayerContext, LinearBatch
+from hvd_adaptive.compressors.base import LayerContext
+from hvd_adaptive.compressors.linear import LinearBatch
 from hvd_adaptive.compressors.lowrank import PowerSGD, WarmStarts, orthonormal
 from hvd_adaptive.layers import Layer
 

@@ -10,18 +10,11 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.adaptation.candidates import candidates_of, table_of
-from hvd_adaptive.compressors import quantized
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
-from hvd_adaptive.compressors.quantized import (
-    ALQ,
-    AMQ,
-    QSGD,
-    Natural,
-    OneBit,
-    Quantizer,
-    SignSGD,
-    TernGrad,
-)
+from hvd_adaptive.compressors.learned import ALQ, AMQ
+from hvd_adaptive.compressors.level_fitting import LearnedLevels
+from hvd_adaptive.compressors.quantized import Quantizer
+from hvd_adaptive.compressors.quantizers import QSGD, Natural, OneBit, SignSGD, TernGrad
 from hvd_adaptive.kernels.cpu import quantized as cpu
 from hvd_adaptive.kernels.reference import quantized as reference
 from hvd_adaptive.kernels.reference.packing import in_rows, unpack
@@ -284,7 +277,7 @@ def test_options_and_levels_that_do_not_fit_are_refused(make: object, message: s
 def test_learned_levels_are_learned_from_x_plus_gradient_and_lose_less(member: Quantizer) -> None:
     x, grad = torch.zeros(60_000), gradient(60_000)
     state = member.new_state()
-    assert isinstance(state, quantized.LearnedLevels)
+    assert isinstance(state, LearnedLevels)
     before = member.errors(grad, [3], LayerContext(state=state))
     state.collecting = True
     bad = torch.full((10,), torch.nan)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hvd_adaptive.compressors import parse, rotation
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
-from hvd_adaptive.compressors.quantized import LearnedLevels, Quantizer
+from hvd_adaptive.compressors.level_fitting import LearnedLevels
+from hvd_adaptive.compressors.quantized import Quantizer
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.wire import WireError
 from hvd_adaptive.wire import quantized as wire

@@ -25,7 +25,8 @@ from hvd_adaptive.compressors import (
     LinearCompressor,
     parse,
 )
-from hvd_adaptive.compressors.base import CastCompressor, LayerContext, Learner, LinearBatch
+from hvd_adaptive.compressors.base import LayerContext, Learner
+from hvd_adaptive.compressors.linear import CastCompressor, LinearBatch
 from hvd_adaptive.config import CompressionConfig
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.wire import TooLargeError, frame
