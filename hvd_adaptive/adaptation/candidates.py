@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -95,14 +95,16 @@ def _levels_of(compressor: Compressor, layer: Layer, factors: Sequence[float]) -
 
 
 def short_spec(compressor: Compressor) -> str:
-    """A compressor as text, without options that have their defaults.
+    """A compressor as text, without options that have their defaults, and without a range of levels.
+
+    That says which levels there are, and nothing of what one of them does or takes.
 
     Example:
         >>> from hvd_adaptive.compressors import parse
-        >>> short_spec(parse("topk:density=0.02,values=bf16"))
+        >>> short_spec(parse("topk:density=0.02,values=bf16,levels=0.01-0.1"))
         'topk:density=0.02'
     """
-    return specs.write(compressor.name, compressor, defaults=False)
+    return specs.write(compressor.name, replace(compressor, level_range=""), defaults=False)
 
 
 def errors_of(

@@ -128,7 +128,7 @@ def test_a_choice_is_news_once_and_again_where_it_is_another_one() -> None:
 
 def test_each_other_choice_is_logged_once_and_by_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hvd_adaptive"):
-        _, plans, _ = train(SLOW, 160)
+        _, plans, _ = train(SLOW, 260)
     by_step = {plan.decided: chosen_by(plan.reasons) for plan in plans if chosen_by(plan.reasons)}
     assert len(by_step) > len({plan.step for plan in plans if plan.step in by_step})
     logged = [record.getMessage() for record in caplog.records]

@@ -269,13 +269,13 @@ def test_what_waits_is_sent_before_a_known_end() -> None:
 
 def test_near_the_end_reasons_say_that_the_end_is_why_less_may_wait() -> None:
     """Instead of a limit of 0 % that nobody has set."""
-    world = World("auto:noise=1e-9,total_steps=1000", mbit=30.0).run(600)
+    world = World("auto:noise=1e-9,delay=0.005,total_steps=1000", mbit=30.0).run(600)
     assert not any(" left to send" in said or "the end" in said for said in words(world))
     late = words(world.run(400))
     lowered = r"of [\d.]+ % of the steps so far \(lowered, because \d+ steps are left to send it\)"
     assert any(re.search(lowered, said) for said in late)
     assert re.search(r"\d+ steps before the end the limits admit no compression any more", late[-1])
-    last = words(World("auto:total_steps=1000", mbit=30.0).run(1000))
+    last = words(World("auto:delay=0.005,total_steps=1000", mbit=30.0).run(1000))
     nothing = r"no delay, because what waits could not be sent in the \d+ steps that are left, noise"
     assert any(re.search(nothing, said) for said in last)
     assert not any("of 0 % of the steps so far" in said for said in [*late, *last])
@@ -292,7 +292,7 @@ def test_an_end_that_is_reported_later_counts_as_well() -> None:
 
 
 def test_a_sparse_gradient_is_not_sent_slower_than_it_arrives() -> None:
-    world = World("auto:noise=1e-9", mbit=30.0, nonzero=0.04).run(1500)
+    world = World("auto:noise=1e-9,delay=0.005", mbit=30.0, nonzero=0.04).run(1500)
     assert "topk" in world.used()
     assert (world.densities[world.levels] >= 0.04).all()
 
@@ -363,7 +363,7 @@ def test_what_adam_takes_for_noise_is_bounded(noisy: float) -> None:
 
 def test_a_restless_machine_is_not_measured_again_and_again() -> None:
     """Forecasts go wrong by chance there, and hold by chance: one that holds is no reason to hurry."""
-    world = World(mbit=100.0, restless=0.2).run(4000)
+    world = World("auto:delay=0.005", mbit=100.0, restless=0.2).run(4000)
     assert sum(bool(each.report["measure_again"]) for each in world.decisions) <= 10
     world.mbit = 10.0  # a network that has really changed is seen even so
     world.run(250)
@@ -795,8 +795,8 @@ def test_a_plan_for_161_layers_of_109_candidates_takes_less_than_a_tenth_of_a_se
 @pytest.mark.parametrize(
     ("options", "limits"),
     [
-        ("accuracy=balanced", (0.005, 0.05)),
-        ("metric=relative,accuracy=fast", (0.02, 0.2)),
+        ("accuracy=balanced", (0.003, 0.05)),
+        ("metric=relative,accuracy=fast", (0.012, 0.2)),
         ("accuracy=strict,delay=0.03", (0.03, 0.02)),
         ("delay=0.03,noise=0.1", (0.03, 0.1)),
     ],

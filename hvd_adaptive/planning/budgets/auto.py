@@ -38,7 +38,7 @@ from hvd_adaptive.planning.table import CandidateTable, Limits
 
 __all__ = ["PRESETS", "Accuracy", "AutoBudget"]
 
-PRESETS = {"strict": (0.0025, 0.02), "balanced": (0.005, 0.05), "fast": (0.02, 0.2)}
+PRESETS = {"strict": (0.0015, 0.02), "balanced": (0.003, 0.05), "fast": (0.012, 0.2)}
 """Largest delay and largest noise, by name."""
 
 
