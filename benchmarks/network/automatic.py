@@ -9,7 +9,7 @@ Every preset on hosts with slow links (launch/netlab.sh), one rank on each: stoc
 in half precision, fixed compressors, and ``auto`` by its default limits and by those of
 ``accuracy=fast``, in turn within one job, every other block in reverse. Medians of the slowest rank's
 steps. The fixed ones are not held to any limit: ``topk`` withholds four steps, which the default limits
-admit from step 800 on and the fast ones from step 200; turns begin with step 120. So ``auto`` is
+admit from step 1,333 on and the fast ones from step 333; turns begin with step 120. So ``auto`` is
 compared with those that keep accuracy in the end, as long_runs.py finds on a model of the kind.
 """
 
