@@ -101,7 +101,8 @@ def whole() -> str:
         "Of the whole run by stock fp16 it takes "
         f"{_by_model(functools.partial(_of_run, long_runs.AUTO))},\n"
         f"to the target {_by_model(_of_stock)};\n"
-        f"top-k 2 % takes {_by_model(functools.partial(_of_run, 'topk'))} of the whole run."
+        f"top-k 2 % takes {_by_model(functools.partial(_of_run, 'topk'))} of the whole run.\n"
+        f"What `auto` measures and decides is {_by_model(_deciding, '{:.1%}')} of its run."
     )
 
 
@@ -122,11 +123,17 @@ def _of_run(method: str, runs: whole_runs.Runs) -> float:
     return float(runs[method][-1]["seconds"] / runs[whole_runs.FP16][-1]["seconds"])
 
 
-def _by_model(ratio: Callable[[whole_runs.Runs], float]) -> str:
+def _deciding(runs: whole_runs.Runs) -> float:
+    """By its own clock."""
+    return float(runs[long_runs.AUTO][-1]["deciding"])
+
+
+def _by_model(ratio: Callable[[whole_runs.Runs], float], form: str = "{:.2f}") -> str:
     """The ratios that are known, each with its model."""
     cases = load("whole_runs")["cases"]
     found = {title: ratio(cases[model]) for model, title in SHORT.items()}
-    return _listed(f"{each:.2f} ({title})" for title, each in found.items() if not math.isnan(each))
+    known = {title: each for title, each in found.items() if not math.isnan(each)}
+    return _listed(f"{form.format(each)} ({title})" for title, each in known.items())
 
 
 def _listed(words: Iterable[str]) -> str:

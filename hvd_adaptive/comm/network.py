@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,8 +22,11 @@ SMALL_REPEATS, LARGE_REPEATS = 5, 3
 they take is time of training, each time that the network is measured again."""
 LOOKS = 2
 """How often they are done to see whether the network is another one by now."""
-SETTLING, SETTLING_SECONDS = 30, 0.3
-"""How many operations, and how much time, go before those that are timed at most."""
+SETTLING, SETTLING_SECONDS = 30, 1.5
+"""How many operations go before those that are timed at least, and how much time at most."""
+CALM, UNEVEN, NOISE = 10, 2.0, 2e-3
+"""The last so many of them must have taken no more than so many times the fastest, on average, and so
+many seconds."""
 LEAST_BYTE = 1e-11
 """Seconds of a byte that no memory is faster than: what noise may not hide."""
 
@@ -82,21 +86,34 @@ def settle(transport: Transport, prefix: str) -> None:
     """Small operations that nobody times; all ranks call it at the same time.
 
     The network's threads give way to computing, and have to catch up afterwards: where 8 ranks shared 2
-    cores, operations took up to 20 times as long for half a second. A measurement would have been of
-    nothing else. The first rank tells the others when it is enough.
+    cores, operations took up to 20 times as long, for half a second or a second. A measurement would
+    have been of nothing else. The first rank tells the others when they are even.
 
-    Cost: :data:`SETTLING` small operations, or as many as :data:`SETTLING_SECONDS` hold.
+    Cost: :data:`SETTLING` small operations, and more while they are uneven, up to
+    :data:`SETTLING_SECONDS`.
 
     Args:
         transport: between the ranks.
         prefix: of the operations' names.
     """
-    started = time.perf_counter()
+    taken: list[float] = []
     for number in itertools.count(1):
-        more = number < SETTLING and time.perf_counter() - started < SETTLING_SECONDS
+        more = sum(taken) < SETTLING_SECONDS and not _are_even(taken)
         mine = Request("allgather", torch.tensor([more], dtype=torch.uint8))
+        started = time.perf_counter()
         if not transport.wait(transport.submit(mine, f"{prefix}.settle", number))[0]:
             return
+        taken.append(time.perf_counter() - started)
+
+
+def _are_even(taken: Sequence[float]) -> bool:
+    """Whether operations have taken about the same time lately.
+
+    Example:
+        >>> _are_even([0.002] * 29), _are_even([0.002] * 28), _are_even([0.002] * 28 + [0.06])
+        (True, False, False)
+    """
+    return len(taken) >= SETTLING - 1 and sum(taken[-CALM:]) <= CALM * (UNEVEN * min(taken) + NOISE)
 
 
 _LAYERS: tuple[Group, ...] = ("node", "peers")
