@@ -424,6 +424,14 @@ _PILOT_BY_NOW = _if_there(  # older states lack these
     planned=_count,
     hurries=_flag,
 )
+
+
+def _codec_costs(value: Any, path: str) -> None:
+    """What a compressor takes; older states know nothing of the bytes that it makes."""
+    _record(compress=_number, decompress=_number, decompress_byte=_number)(value, path)
+    _if_there(compress_byte=_number)(value, path)
+
+
 _OPERATIONS = {
     "allgather": _number,
     "alltoall": _number,
@@ -438,7 +446,7 @@ _COSTS = _record(
             _record(ranks_per_node=_count, node=_record(**_OPERATIONS), peers=_record(**_OPERATIONS))
         ),
     ),
-    codecs=_by_name(_record(compress=_number, decompress=_number, decompress_byte=_number)),
+    codecs=_by_name(_codec_costs),
 )
 _STATE = _record(
     rounds=_count,

@@ -56,7 +56,7 @@ RANKS = (4, 16, 64, 256, 1024)
 TOPK, QUANTIZER = (short_spec(parse(each)) for each in (automatic.OWN, *automatic.FAMILIES))
 """What ``auto`` chooses from, besides dense, as traces name it."""
 CODECS: dict[str, CodecCosts | SummandCosts] = {
-    TOPK: CodecCosts(5.7e-10, 2.0e-10, 1.2e-9),
+    TOPK: CodecCosts(2.7e-10, 2.0e-10, 1.2e-9, 1.9e-8),
     QUANTIZER: CodecCosts(2.5e-9, 1.4e-10, 6.7e-10),
     "fp16": SummandCosts("fp16", 6.4e-9, 7e-11, "float16", dense=True),
     "none": SummandCosts("none", 0.0, 0.0, "float32", dense=True),

@@ -128,7 +128,7 @@ class Hierarchical(EncodedScheme):
         between = self._between_nodes().seconds(chunk, ranks // size, link.layers.peers)
         # every element is added once in the node, and written once at the end
         adding = 2 * codec.decompress * work.numel
-        saved = codec.compress * (work.numel - chunk.numel)
+        saved = work.compressing() - chunk.compressing()
         return inside + between + adding - saved
 
     def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:

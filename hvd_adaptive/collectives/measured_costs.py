@@ -169,7 +169,9 @@ class MeasuredCosts:
     def _row(self, codec: CodecCosts | SummandCosts) -> CompressorCosts:
         if isinstance(codec, CodecCosts):
             schemes = tuple(_lines(each, codec, self.ranks, self.link) for each in self._encoded())
-            return CompressorCosts("encoded", codec.compress, schemes)
+            return CompressorCosts(
+                "encoded", codec.compress, schemes, compress_byte=codec.compress_byte
+            )
         scheme = self._two_shots(codec) if not codec.summed_as else self._sum(codec)
         return CompressorCosts(codec.kind, codec.compress, (scheme,), codec.dense)
 
@@ -203,7 +205,8 @@ def _slower(codec: CodecCosts | SummandCosts, factor: float) -> CodecCosts | Sum
     """Every number of seconds of a compressor, times a factor."""
     compress, decompress = factor * codec.compress, factor * codec.decompress
     if isinstance(codec, CodecCosts):
-        return CodecCosts(compress, decompress, factor * codec.decompress_byte)
+        bytewise = factor * codec.decompress_byte, factor * codec.compress_byte
+        return CodecCosts(compress, decompress, *bytewise)
     return replace(codec, compress=compress, decompress=decompress)
 
 

@@ -90,7 +90,7 @@ class TwoShot(EncodedScheme):
         network = (
             link.alltoall + link.alltoall_byte * half + link.allgather + link.allgather_byte * half
         )
-        owner = work.sums(ranks, 1 / ranks) + work.codec.compress * work.numel / ranks
+        owner = work.sums(ranks, 1 / ranks) + work.compressing(1 / ranks)
         return network + owner + work.sums(1)
 
     def link_bytes(self, payload: float, ranks: int, ranks_per_node: int = 1) -> float:

@@ -69,7 +69,7 @@ class CostMeasurement:
     def __call__(self, compressors: Sequence[Compressor], again: bool) -> MeasuredCosts:
         """Measure; all ranks call it at the same time.
 
-        Cost: 14 operations with 512 KiB on each link, and 70 ms for each compressor. Where it is
+        Cost: 14 operations with 512 KiB on each link, and 90 ms for each compressor. Where it is
         asked again and two such operations take what they took, it is those: but not twice in a row,
         because others may take longer than they did.
 

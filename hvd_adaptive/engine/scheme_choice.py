@@ -8,7 +8,7 @@ agree on what rank 0's steps took.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 
@@ -146,9 +146,7 @@ def _told(seconds: Mapping[str, float]) -> str:
 def _together(parts: Sequence[Workload]) -> Workload:
     """Several compressors' work as that of one."""
     numel, nbytes = sum(part.numel for part in parts), sum(part.nbytes for part in parts)
-    rows = np.array([(part.numel, part.numel, part.nbytes) for part in parts], float)
-    costs = np.array(
-        [(each.codec.compress, each.codec.decompress, each.codec.decompress_byte) for each in parts]
-    )
+    rows = np.array([(part.numel, part.numel, part.nbytes, part.nbytes) for part in parts], float)
+    costs = np.array([astuple(part.codec) for part in parts])
     means = (rows * costs).sum(0) / np.maximum(1, rows.sum(0))
     return Workload(numel, nbytes, CodecCosts(*means.tolist()))

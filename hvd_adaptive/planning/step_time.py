@@ -65,12 +65,14 @@ class CompressorCosts:
         compress: seconds per element.
         schemes: that can reduce its payloads; each bucket gets the fastest.
         dense: whether it sends every element, rounded to half precision at most.
+        compress_byte: seconds of compressing per byte of the payload, besides.
     """
 
     kind: str
     compress: float
     schemes: tuple[SchemeCosts, ...]
     dense: bool = False
+    compress_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,9 @@ def timeline(
     return StepSeconds(compute, sums[0], exposed, sums[1], sums[2])
 
 
+_COMPRESSING = ("compress", "compress_byte")
+
+
 @dataclass(frozen=True, eq=False)
 class StepModel:
     """A model's step as a function of what each layer does.
@@ -206,23 +211,25 @@ class StepModel:
         found = []
         lines = {specs: self._lines(specs) for specs in set(self.specs)}
         for numel, specs, payloads in zip(self.numel, self.specs, self.payloads, strict=True):
-            compress, byte, element_work, byte_work = lines[specs]
+            (compress, compress_byte), (byte, element_work, byte_work) = lines[specs]
             by_scheme = exposed * self.network * byte + byte_work
             by_scheme = by_scheme * payloads + element_work * float(numel)
-            found.append(compress * float(numel) + by_scheme.min(axis=0))
+            compressing = compress * float(numel) + compress_byte * payloads
+            found.append(compressing + by_scheme.min(axis=0))
         return tuple(found)
 
-    def _lines(self, specs: tuple[str, ...]) -> tuple[Float64s, Float64s, Float64s, Float64s]:
+    def _lines(self, specs: tuple[str, ...]) -> tuple[list[Float64s], list[Float64s]]:
         """Costs of each candidate: ``[C]`` of compressing, ``[S, C]`` of each of its schemes."""
         rows = [self.costs.compressors[spec] for spec in specs]
         most = max((len(row.schemes) for row in rows), default=0)
         # a scheme again where others have more
         schemes = [row.schemes + row.schemes[:1] * (most - len(row.schemes)) for row in rows]
-        byte, element_work, byte_work = (
+        of_schemes = [
             np.array([[getattr(each, name) for each in row] for row in schemes], dtype=np.float64).T
             for name in ("byte", "element_work", "byte_work")
-        )
-        return np.array([row.compress for row in rows]), byte, element_work, byte_work
+        ]
+        compressing = [np.array([getattr(row, name) for row in rows]) for name in _COMPRESSING]
+        return compressing, of_schemes
 
     @functools.cached_property
     def _places(self) -> Int64s:
@@ -253,7 +260,7 @@ class StepModel:
             index, numel = int(choice[layer]), float(self.numel[layer])
             costs = self.costs.compressors[self.specs[layer][index]]
             nbytes = float(self.payloads[layer][index])
-            compress += costs.compress * numel
+            compress += costs.compress * numel + costs.compress_byte * nbytes
             for each in costs.schemes:
                 sums = schemes.setdefault(each.name, [0.0, 0.0, 0.0, 0.0])
                 sums[0] = max(sums[0], each.latency)

@@ -102,10 +102,13 @@ def test_named_schemes_are_the_only_ones() -> None:
 
 
 def test_slower_compressors_take_longer_for_elements_and_for_bytes() -> None:
-    codecs = {"topk": CodecCosts(1.0, 2.0, 3.0), "fp16": SummandCosts("fp16", 4.0, 5.0, "float16", 2)}
+    codecs = {
+        "topk": CodecCosts(1.0, 2.0, 3.0, 4.0),
+        "fp16": SummandCosts("fp16", 4.0, 5.0, "float16", 2),
+    }
     slower = replace(MEASURED, codecs=codecs).with_slower_codecs(2.0).codecs
     assert slower == {
-        "topk": CodecCosts(2.0, 4.0, 6.0),
+        "topk": CodecCosts(2.0, 4.0, 6.0, 8.0),
         "fp16": SummandCosts("fp16", 8.0, 10.0, "float16", 2),
     }
 

@@ -104,6 +104,19 @@ def test_what_meets_one_round_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
     assert next(taken, None) is None
 
 
+def test_compressing_costs_more_where_more_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own level and by the mildest one; the sum is what was measured at both."""
+    monkeypatch.setattr(known_costs, "usual_seconds", lambda *works: [1e-3, 9e-3, 1e-3, 2e-3])
+    topk = parse("topk:density=0.01,levels=0.001-0.5")
+    found = known_costs.measure_codec(topk)
+    for level, seconds in ((0.01, 1e-3), (0.5, 9e-3)):
+        nbytes = topk.compress_(torch.randn(known_costs.SAMPLE), level).nbytes
+        of_level = found.compress * known_costs.SAMPLE + found.compress_byte * nbytes
+        assert of_level == pytest.approx(seconds, rel=0.02)
+    same = known_costs.measure_codec(parse("signsgd"))  # which has one level
+    assert (same.compress, same.compress_byte) == (1e-3 / known_costs.SAMPLE, 0.0)
+
+
 def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """No network changes what a compressor takes, and a small step is a few ms."""
     calls = 0
@@ -122,7 +135,7 @@ def test_only_the_network_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> 
         return [costs(compressors, again).codecs for again in (False, True)]
 
     ((once, again),) = LocalGroup(1).run(measure)
-    assert calls == known_costs.ROUNDS * (2 + 3 + 2)
+    assert calls == known_costs.ROUNDS * (2 + 4 + 2)
     assert once == again
     assert list(once) == ["fp16", *(spec for spec in once if "topk" in spec), "none"]
 

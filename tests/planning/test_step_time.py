@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,18 @@ def test_prices_of_layers_add_up_to_the_seconds_of_a_step_that_hardly_overlaps()
         added = sum(row[index] for row, index in zip(exposed.prices(), choice, strict=True))
         # but for the latency of buckets, and for working on one while another is sent
         assert added - parts.compress - parts.decompress <= parts.total <= added + 2e-3
+
+
+def test_writing_a_larger_payload_takes_longer() -> None:
+    without = model()
+    rows = without.costs.compressors
+    bytewise = {**rows, "topk": replace(rows["topk"], compress_byte=1e-8)}
+    found = replace(without, costs=replace(without.costs, compressors=bytewise))
+    more = 1e-8 * 0.03 * NUMEL
+    assert found.seconds(TOPK).compress - without.seconds(TOPK).compress == pytest.approx(more.sum())
+    assert found.seconds(FP16) == without.seconds(FP16)
+    for row, old, seconds in zip(found.prices(), without.prices(), more, strict=True):
+        assert row - old == pytest.approx([0.0, seconds])
 
 
 def test_a_calibrated_model_foresees_what_steps_have_taken() -> None:
