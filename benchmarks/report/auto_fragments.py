@@ -102,7 +102,7 @@ def whole() -> str:
         f"{_by_model(functools.partial(_of_run, long_runs.AUTO))},\n"
         f"to the target {_by_model(_of_stock)};\n"
         f"top-k 2 % takes {_by_model(functools.partial(_of_run, 'topk'))} of the whole run.\n"
-        f"What `auto` measures and decides is {_by_model(_deciding, '{:.1%}')} of its run."
+        f"What `auto` measures and decides is {_by_model(_deciding, '{:.1f} %')} of its run."
     )
 
 
@@ -124,8 +124,8 @@ def _of_run(method: str, runs: whole_runs.Runs) -> float:
 
 
 def _deciding(runs: whole_runs.Runs) -> float:
-    """By its own clock."""
-    return float(runs[long_runs.AUTO][-1]["deciding"])
+    """Percent of the run, by its own clock."""
+    return 100 * float(runs[long_runs.AUTO][-1]["deciding"])
 
 
 def _by_model(ratio: Callable[[whole_runs.Runs], float], form: str = "{:.2f}") -> str:
