@@ -52,12 +52,20 @@ def read(kind: str, registry: Mapping[str, type[T]], text: object) -> T:
     return member(**_options(name, member, options)) if colon else member()
 
 
-def write(name: str, member: Any, defaults: bool = True) -> str:
-    """The text that :func:`read` makes an equal member of, with or without options at their default."""
+def write(name: str, member: Any, defaults: bool = True, without: str = "") -> str:
+    """The text that :func:`read` makes an equal member of, with or without options at their default.
+
+    Args:
+        name: of the member.
+        member: whose fields are the options.
+        defaults: whether options at their default are written, too.
+        without: a field that is left out.
+    """
     options = [
         f"{option}={_text(getattr(member, field.name))}"
         for option, field in _fields(member).items()
-        if (defaults and option == field.name) or getattr(member, field.name) != field.default
+        if field.name != without
+        and ((defaults and option == field.name) or getattr(member, field.name) != field.default)
     ]
     return ":".join([name, ",".join(options)]) if options else name
 

@@ -32,7 +32,9 @@ def _outcomes() -> Mapping[tuple[str, str], long_runs.Outcome]:
 def _difference(found: long_runs.Outcome) -> str:
     """From dense training: less accuracy is negative, more perplexity positive."""
     percent = 100 * statistics.mean(found.lost)
-    return f"perplexity {percent:+.1f} %" if found.perplexity else f"{-percent:+.2f} pp"
+    if found.perplexity:
+        return f"perplexity {percent:+.1f} %"
+    return f"{0.0 - round(percent, 2):+.2f} pp"  # never -0.00
 
 
 def accuracy() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -104,7 +104,7 @@ def short_spec(compressor: Compressor) -> str:
         >>> short_spec(parse("topk:density=0.02,values=bf16,levels=0.01-0.1"))
         'topk:density=0.02'
     """
-    return specs.write(compressor.name, replace(compressor, level_range=""), defaults=False)
+    return specs.write(compressor.name, compressor, defaults=False, without="level_range")
 
 
 def errors_of(

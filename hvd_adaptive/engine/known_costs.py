@@ -155,7 +155,7 @@ def measure_codec(compressor: Compressor) -> CodecCosts:
     assert isinstance(compressor, GatheredCompressor), compressor
     x, out = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)), torch.empty(SAMPLE)
     levels = compressor.levels(Layer(0, "", (SAMPLE,)))
-    mildest = max(levels, key=lambda level: compressor.wire_bytes(SAMPLE, level))
+    mildest = max((compressor.level, *levels), key=lambda level: compressor.wire_bytes(SAMPLE, level))
     own, mild = (
         LayerBatch(x.clone(), np.array([0, SAMPLE]), [level]) for level in (compressor.level, mildest)
     )
