@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive.compressors import quantized
+from hvd_adaptive.compressors import learned, quantizers
 from hvd_adaptive.compressors.base import LayerBatch
 from hvd_adaptive.compressors.quantized import Quantizer
 from hvd_adaptive.kernels import quantization
@@ -248,7 +248,7 @@ def test_cpu_and_reference_find_the_same_damage() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [wire_quantized, quantized, packing, reference, quantization],
+    [wire_quantized, quantizers, learned, packing, reference, quantization],
     ids=lambda module: module.__name__,
 )
 def test_the_examples_in_docstrings_give_what_they_show(module: ModuleType) -> None:
