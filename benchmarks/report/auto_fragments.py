@@ -20,8 +20,6 @@ TITLES = {
     "transformer": "transformer, AdamW",
 }
 """The models of long_runs.py, as pages call them."""
-SHORT = {"resnet": "ResNet", "lstm": "LSTM", "mlp": "MLP", "transformer": "transformer"}
-"""Those of whole_runs.py."""
 
 
 @functools.cache
@@ -133,7 +131,7 @@ def _deciding(runs: whole_runs.Runs) -> float:
 def _by_model(ratio: Callable[[whole_runs.Runs], float], form: str = "{:.2f}") -> str:
     """The ratios that are known, each with its model."""
     cases = load("whole_runs")["cases"]
-    found = {title: ratio(cases[model]) for model, title in SHORT.items()}
+    found = {TITLES[model].partition(",")[0]: ratio(runs) for model, runs in cases.items()}
     known = {title: each for title, each in found.items() if not math.isnan(each)}
     return _listed(f"{form.format(each)} ({title})" for title, each in known.items())
 
