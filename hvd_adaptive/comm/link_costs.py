@@ -11,7 +11,8 @@ SMALL_APART, LARGE_APART = 1.5, 1.15
 """In another network, operations take so many times as long, or as short."""
 SMALL_NOISE = 1e-3
 """Seconds by which small ones then differ, too: they wait for cores more than for the network."""
-
+LARGE_DISORDER = 2.0
+"""Up to how many times as long or as short large ones take where small ones wait for cores."""
 
 CYCLE = 1e-3
 """Seconds that Horovod's thread sleeps between two looks at what is to be done (its default)."""
@@ -130,17 +131,25 @@ class LinkCosts:
         """Whether the network is as this says, by what
         :meth:`~hvd_adaptive.comm.transport.Transport.link_look` finds.
 
+        Where small operations take longer and bytes about what they took, processes that share cores
+        are in each other's way for a second or three: what was measured then would be of that.
+
         Args:
             small: seconds of a small allgather.
             byte: seconds of a byte in a large one.
 
         Example:
             >>> link = LinkCosts.of_gigabit()
-            >>> link.still(3e-4, 8.4e-9), link.still(2e-4, 1.6e-8), link.still(4e-3, 8e-9)
-            (True, False, False)
+            >>> link.still(3e-4, 8.4e-9), link.still(2e-4, 1.2e-8)
+            (True, False)
+            >>> link.still(4e-3, 1.2e-8), link.still(4e-3, 1.7e-8)  # disorder, and another network
+            (True, False)
+            >>> LinkCosts(4e-3, 4e-3, 8e-9, 8e-9).still(2e-4, 8e-9)
+            False
         """
-        late = abs(small - self.allgather) > SMALL_NOISE and _apart(small, self.allgather, SMALL_APART)
-        return not late and not _apart(byte, self.allgather_byte, LARGE_APART)
+        if abs(small - self.allgather) <= SMALL_NOISE or not _apart(small, self.allgather, SMALL_APART):
+            return not _apart(byte, self.allgather_byte, LARGE_APART)
+        return small > self.allgather and not _apart(byte, self.allgather_byte, LARGE_DISORDER)
 
     def __str__(self) -> str:
         rates = [8e-6 / each for each in (self.allgather_byte, self.alltoall_byte)]

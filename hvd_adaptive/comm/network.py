@@ -22,8 +22,9 @@ SMALL_REPEATS, LARGE_REPEATS = 5, 3
 they take is time of training, each time that the network is measured again."""
 LOOKS = 2
 """How often they are done to see whether the network is another one by now."""
-SETTLING, SETTLING_SECONDS = 30, 1.5
-"""How many operations go before those that are timed at least, and how much time at most."""
+SETTLING, SETTLING_SECONDS, LOOK_SECONDS = 30, 1.5, 0.2
+"""How many operations go before those that are timed at least, and how much time at most: where the
+network is measured, and where it is only looked at."""
 CALM, UNEVEN, NOISE = 10, 2.0, 2e-3
 """The last so many of them must have taken no more than so many times the fastest, on average, and so
 many seconds."""
@@ -78,27 +79,27 @@ def look_at_link(transport: Transport, prefix: str) -> tuple[float, float]:
     if transport.size == 1:
         known = LinkCosts.of_gigabit()
         return known.allgather, known.allgather_byte
-    settle(transport, prefix)
+    settle(transport, prefix, LOOK_SECONDS)
     return _operation_costs(transport, prefix, "allgather", "all", (LOOKS, LOOKS))
 
 
-def settle(transport: Transport, prefix: str) -> None:
+def settle(transport: Transport, prefix: str, seconds: float = SETTLING_SECONDS) -> None:
     """Small operations that nobody times; all ranks call it at the same time.
 
     The network's threads give way to computing, and have to catch up afterwards: where 8 ranks shared 2
     cores, operations took up to 20 times as long, for half a second or a second. A measurement would
     have been of nothing else. The first rank tells the others when they are even.
 
-    Cost: :data:`SETTLING` small operations, and more while they are uneven, up to
-    :data:`SETTLING_SECONDS`.
+    Cost: :data:`SETTLING` small operations, and more while they are uneven.
 
     Args:
         transport: between the ranks.
         prefix: of the operations' names.
+        seconds: that they may take.
     """
     taken: list[float] = []
     for number in itertools.count(1):
-        more = sum(taken) < SETTLING_SECONDS and not _are_even(taken)
+        more = sum(taken) < seconds and not _are_even(taken)
         mine = Request("allgather", torch.tensor([more], dtype=torch.uint8))
         started = time.perf_counter()
         if not transport.wait(transport.submit(mine, f"{prefix}.settle", number))[0]:

@@ -175,6 +175,35 @@ def test_a_network_that_is_what_it_was_is_looked_at_only_but_not_twice_in_a_row(
     assert found[0][0] == found[0][1]
 
 
+def test_a_network_whose_small_operations_are_late_is_measured_only_if_they_still_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that share cores are in each other's way for a second or three."""
+    late = 4e-3
+    looks = iter([(late, 1.2e-8), (late, 1.2e-8), (late, 1.7e-8)])
+    measured: list[str] = []
+    monkeypatch.setattr(LocalTransport, "link_look", lambda self, prefix: next(looks))
+    costs_of = LocalTransport.link_costs
+
+    def counted(self: LocalTransport, prefix: str, settled: bool = False) -> Any:
+        measured.append(prefix)
+        return costs_of(self, prefix)
+
+    monkeypatch.setattr(LocalTransport, "link_costs", counted)
+
+    def measure(rank: LocalRank) -> list[int]:
+        known = KnownCosts(rank.transport(), rank.control("control"), "costs")
+        costs = CostMeasurement(known, ("auto",), 25e6)
+        times = []
+        for again in (False, True, True, True):
+            costs([parse("fp16")], again)
+            times.append(len(measured))
+        return times
+
+    # at first; not where one is late for the first time; the next time; and by another network
+    assert LocalGroup(1).run(measure) == [[1, 1, 2, 3]]
+
+
 def test_a_look_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[tuple[str, str]] = []
     submit = LocalTransport.submit

@@ -14,9 +14,10 @@ __all__ = ["SHARE", "DecisionCosts"]
 SHARE = 0.003
 """Of the time so far that measuring gradients, planning, and measuring the network again may take when
 a plan is made. Steps lose about half as much again that is not counted, while a plan is made beside
-them and when buffers are made for it: with that it is less than half a percent. After much was spent,
-the next plan comes all the same once it takes no more than this of the communication that is exposed
-until then: that is what it may save."""
+them and when buffers are made for it: with that it is less than half a percent."""
+EXPOSED_SHARE = 0.01
+"""Of the communication that is exposed until then, which is what the next plan may save: it comes once
+it takes no more than this, even if more than :data:`SHARE` has been spent."""
 
 
 @dataclass(slots=True)
@@ -37,9 +38,9 @@ class DecisionCosts:
         >>> for _ in range(100):
         ...     costs.observe(step)
         >>> costs.observe(StepMeasurements(201, seconds=0.1, pricing_seconds=2.0, plan=1))
-        >>> costs.decided(exposed=0.08)  # 33 s in 417 steps, of which a plan of 0.1 s may save much
+        >>> costs.decided(exposed=0.08)  # 10 s in 125 steps, of which a plan of 0.1 s may save much
         >>> costs.wait, round(costs.share, 2)
-        (417, 0.11)
+        (125, 0.11)
     """
 
     _begun: bool = False
@@ -72,7 +73,7 @@ class DecisionCosts:
         missing = (self._spent + price) / SHARE - self._elapsed  # seconds of training
         wait = self._kept + missing * self._steps / self._elapsed
         if self._exposed > 0:
-            wait = min(wait, price / (SHARE * self._exposed))
+            wait = min(wait, price / (EXPOSED_SHARE * self._exposed))
         return max(0, math.ceil(wait - 1e-9))
 
     @property
