@@ -104,14 +104,15 @@ def costs_of(
     mbit: float = 100.0,
     ranks: int = 4,
     compressors: tuple[str, ...] = ("topk", "qsgdinf"),
+    late: float = 0.0,
     **changed: Any,
 ) -> StepCosts:
-    """Of dense gradients, summed, and of compressors whose payloads are gathered."""
+    """Of dense gradients, summed, and of compressors whose payloads are gathered, so much later."""
     byte = 8e-6 / mbit
     summed = SchemeCosts("allreduce", 4e-4, 2 * (ranks - 1) / ranks * byte)
     gathered = (
-        SchemeCosts("allgather", 2e-4, (ranks - 1) * byte, 1e-10, ranks * 1e-10),
-        SchemeCosts("two_shot", 4e-4, 2 * (ranks - 1) / ranks * byte, 1e-9, 2e-10),
+        SchemeCosts("allgather", late + 2e-4, (ranks - 1) * byte, 1e-10, ranks * 1e-10),
+        SchemeCosts("two_shot", late + 4e-4, 2 * (ranks - 1) / ranks * byte, 1e-9, 2e-10),
     )
     rows = {spec: CompressorCosts(spec, 0.0, (summed,), True) for spec in ("fp16", "none")}
     rows |= {spec: CompressorCosts("encoded", 1e-9, gathered) for spec in compressors}

@@ -70,6 +70,8 @@ class World:
     """What residuals hold, of what they should."""
     deciding: float = 0.0
     """Seconds that each plan takes, of measuring and of planning."""
+    late: float = 0.0
+    """Seconds by which gathering was measured as slower than it is, until it is measured again."""
     compressed: list[bool] = field(default_factory=list)
     switched: list[int] = field(default_factory=list)
     planned: list[int] = field(default_factory=list)
@@ -133,7 +135,7 @@ class World:
             projected=(self.projects & (self.densities < 1),) * self.layers,
         )
         buckets = (self.layers - 1 - np.arange(self.layers)) // 2
-        costs = costs_of(self.measured, cap_bytes=4e6)
+        costs = costs_of(self.measured, cap_bytes=4e6, late=self.late)
         return PlanningInput(self.step, self.table, buckets, signals=signals, costs=costs)
 
     def run(self, steps: int, loss: Any = None, horizon: int | None = None) -> World:
@@ -176,7 +178,7 @@ class World:
         self.levels, self.pending = decision.levels, None
         self.plans += 1
         if decision.report["measure_again"]:
-            self.measured = self.mbit
+            self.measured, self.late = self.mbit, 0.0
 
     def used(self) -> set[str]:
         return {self.specs[index] for index in self.levels}
@@ -485,6 +487,17 @@ def test_dense_steps_that_are_off_spare_the_network_and_tell_the_same() -> None:
     world.compute *= 2  # of a machine that is far slower no network tells
     world.run(100)
     assert not any(each.report["measure_again"] for each in world.decisions)
+
+
+@pytest.mark.parametrize(("mbit", "looks"), [(100.0, 1), (1e4, 0)])
+def test_a_bad_measurement_does_not_keep_all_dense(mbit: float, looks: int) -> None:
+    """Dense steps take what is foreseen of them; but where they wait for the network, it is odd."""
+    world = World(mbit=mbit, late=0.5).run(300)
+    measured = [each for each in world.decisions if each.report["measure_again"]]
+    assert len(measured) == looks
+    odd = "all is dense though much is exposed, so the network is looked at again"
+    assert [each.reasons for each in measured] == [(odd,)] * looks
+    assert bool(world.used() & {"topk", "qsgdinf"}) == bool(looks)
 
 
 def test_forecasts_mended_by_dense_steps_do_not_put_off_measuring_a_slow_network() -> None:

@@ -120,6 +120,8 @@ LAST_STEPS = 20
 """Steps before the end at which nothing is to wait any more, without those of its release."""
 LEAST_APART = 10
 """Steps between two plans at least, unless something went wrong."""
+MUCH_EXPOSED = 0.2
+"""Share of a dense step that is exposed, from which it is odd that no compression is faster."""
 
 
 class AutoBudget(Budget):
@@ -260,6 +262,16 @@ class AutoBudget(Budget):
         so = f"forecasts go by the last {steps} steps" if spared else "the network is measured again"
         self._notes = [self._score.told(so)]
 
+    def _doubt(self) -> None:
+        """Have the network looked at again if the first plan was odd.
+
+        Dense steps take what they should, whatever was measured of compressed ones: a single bad
+        measurement would not show otherwise.
+        """
+        if self._again.doubted and not self._compresses and not self._again.wanted:
+            self._again.wanted = True
+            self._notes = ["all is dense though much is exposed, so the network is looked at again"]
+
     def _compare(self, seconds: float, share: float) -> None:
         """Have dense steps follow, if compressed ones take longer than these did."""
         usual = self._dense.usual
@@ -289,6 +301,7 @@ class AutoBudget(Budget):
         if not self._control.on:
             self._again.join(self._score, facts.step)
             self._spare()
+            self._doubt()
         if self._guard.blames:
             self._caution *= 0.5
         if verdict := self._guard.take_verdict():
@@ -418,6 +431,7 @@ class AutoBudget(Budget):
         self._patience.judge(vain, kept, facts.step)
         self._costs.decided(chosen.parts.exposed, self._patience.periods)
         self._report["patience"] = float(self.patience)
+        self._again.doubted = self._plans == 0 and _is_odd(limits, chosen)
         same = self._levels is not None and bool((self._levels == levels).all())
         self._take(levels, limits, chosen, facts.step)
         if not asks:  # until the network has been measured, steps are those that were off
@@ -502,6 +516,13 @@ def _correction(control: DenseControl, limits: TimeLimits, step: int) -> float:
     dense = min(each.parts.total for each in limits.denses())
     foreseen = limits.model.seconds(np.array(control.found_levels, np.int64)).total
     return control.correction(step, dense, foreseen)
+
+
+def _is_odd(limits: TimeLimits, chosen: Contender) -> bool:
+    """Whether all is dense although the limits admit compression and much of a step is exposed."""
+    measured = limits.admit and not limits.model.costs.assumed
+    much = chosen.parts.exposed > MUCH_EXPOSED * chosen.parts.total
+    return measured and chosen.dense and much
 
 
 def _foreseen(

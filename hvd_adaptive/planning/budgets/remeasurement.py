@@ -39,6 +39,8 @@ class Remeasurement:
     """Whether the next plan must ask for it."""
     done: bool = False
     """Whether the last plan has asked for it."""
+    doubted: bool = False
+    """Whether the next plan is to ask for it, because the last one is odd."""
     _step: int = 0
     """Of the last measurement, or of the last steps that did instead."""
     _gap: int = LEAST_GAP
@@ -88,6 +90,7 @@ class Remeasurement:
         return {
             "remeasure": self.wanted,
             "measured": self.done,
+            "doubted": self.doubted,
             "mended_step": self._step,
             "measured_step": self._measured_step,
             "measure_gap": self._gap,
@@ -99,7 +102,8 @@ class Remeasurement:
         return cls(
             bool(state["remeasure"]),
             bool(state["measured"]),
-            int(state.get("mended_step", state["measured_step"])),  # older states know one step
+            bool(state.get("doubted")),  # older states know less
+            int(state.get("mended_step", state["measured_step"])),
             int(state["measure_gap"]),
             int(state["measured_step"]),
         )
