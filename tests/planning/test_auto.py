@@ -427,13 +427,12 @@ def test_costs_of_decisions_are_resumed() -> None:
     assert DecisionCosts.from_dict({**state, "wait": 100}) == DecisionCosts.from_dict(state)
 
 
-@pytest.mark.parametrize(("slowness", "measured"), [(0.6, 1), (0.8, 0)])
-def test_compressed_steps_faster_than_foreseen_are_measured_if_by_far_and_then_foreseen(
-    slowness: float, measured: int
+@pytest.mark.parametrize("slowness", [0.6, 0.8])
+def test_compressed_steps_faster_than_foreseen_are_measured_once_and_then_foreseen(
+    slowness: float,
 ) -> None:
-    """Not much faster ones tell by themselves what half a second of measuring would."""
     world = World(mbit=300.0, slowness=slowness).run(1000)
-    assert sum(bool(each.report["measure_again"]) for each in world.decisions) == measured
+    assert sum(bool(each.report["measure_again"]) for each in world.decisions) == 1
     report = world.decisions[-1].report
     assert report["drift"] == pytest.approx(slowness, rel=0.05)
     assert report["seconds"] == pytest.approx(world.times[-1], rel=0.05)

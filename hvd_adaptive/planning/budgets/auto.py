@@ -67,7 +67,7 @@ class Accuracy(BudgetOptions):
     over the one before, each is kept for twice as many periods as the one before, up to eight; unless
     the learning rate doubles or halves. What a plan foresees is compared with its steps; after two
     windows of steps in a row that are off by 15 % the network is measured again, or the last steps
-    tell enough, if they are dense, or compressed and faster than foreseen.
+    tell enough, if they are dense, or compressed and fast.
 
     Args:
         accuracy: ``strict``, ``balanced`` or ``fast``, which set both limits.
@@ -256,7 +256,7 @@ class AutoBudget(Budget):
         if not self._again.wanted:
             return
         self._dense.keep_last(self._score.window)
-        tell = not self._compresses or self._score.faster
+        tell = not self._compresses or self._can_wait
         spared = tell and self._again.spared(self._score, self._step)
         steps = "compressed" if self._compresses else "dense"
         so = f"forecasts go by the last {steps} steps" if spared else "the network is measured again"
