@@ -240,6 +240,8 @@ run_to_the_end() {
         wait "$!" || status=$?
     done
     ((status != 143)) || status=${instead_of_143:-143}
+    # What mpirun says that had no ranks yet, and a rank whose Python was still loading.
+    [[ -z $told ]] || ((status != 1)) || status=$instead_of_143
     end_the_rest
     ((status != 0)) || [[ -z $shows_next ]] || show_what_is_next
     exit "$status"

@@ -763,8 +763,10 @@ class TestJobs:
 # ---------------------------------------------------------------- run.sh
 
 
-def run_sh(*words: str, moment: str = "", number: int = signal.SIGTERM) -> tuple[int, str]:
-    """Its exit status and its output; once that shows the moment, the signal is sent."""
+def run_sh(
+    *words: str, moment: str = "", number: int = signal.SIGTERM, after: float = 0.0
+) -> tuple[int, str]:
+    """Its exit status and its output; so long after that shows the moment, the signal is sent."""
     with subprocess.Popen(
         [str(RUN), *words],
         # mpirun takes this long twice after a rank has ended with a status other than 0
@@ -781,6 +783,7 @@ def run_sh(*words: str, moment: str = "", number: int = signal.SIGTERM) -> tuple
         for line in job.stdout:
             output.append(line)
             if moment and moment in line:
+                time.sleep(after)
                 job.send_signal(number)
                 moment = ""
     alarm.cancel()
@@ -869,4 +872,16 @@ class TestRunScript:
         words = ["--netlab", "2,200mbit", "--preset", "mlp-digits", "--epochs", "5000"]
         status, shown = run_sh(*words, moment=moment, number=number)
         assert status == expected, shown
+        assert_nothing_left(shown)
+
+    @needs_namespaces
+    @needs_mpi
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("ready")
+    @pytest.mark.parametrize("after", [0.02, 0.05])
+    def test_a_signal_as_ranks_are_started_is_the_exit_status_too(self, after: float) -> None:
+        """Ranks end with 1 while their Python is still loading."""
+        words = ["--netlab", "2,200mbit", "--preset", "mlp-digits", "--epochs", "5000"]
+        status, shown = run_sh(*words, moment="h2  ", number=signal.SIGINT, after=after)
+        assert status == 130, shown
         assert_nothing_left(shown)
