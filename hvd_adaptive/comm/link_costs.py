@@ -147,9 +147,10 @@ class LinkCosts:
             >>> LinkCosts(4e-3, 4e-3, 8e-9, 8e-9).still(2e-4, 8e-9)
             False
         """
-        if abs(small - self.allgather) <= SMALL_NOISE or not _apart(small, self.allgather, SMALL_APART):
-            return not _apart(byte, self.allgather_byte, LARGE_APART)
-        return small > self.allgather and not _apart(byte, self.allgather_byte, LARGE_DISORDER)
+        other = abs(small - self.allgather) > SMALL_NOISE and _apart(small, self.allgather, SMALL_APART)
+        if other and small < self.allgather:
+            return False
+        return not _apart(byte, self.allgather_byte, LARGE_DISORDER if other else LARGE_APART)
 
     def __str__(self) -> str:
         rates = [8e-6 / each for each in (self.allgather_byte, self.alltoall_byte)]
