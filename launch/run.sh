@@ -206,7 +206,7 @@ on_signal() {
     # Shell and kernel may both send one for a closed terminal, and at a second one mpirun kills its ranks.
     if [[ $1 == HUP && -n $again ]]; then return 0; fi
     told=yes
-    instead_of_143=${status_after[$1]}
+    status_of_signal=${status_after[$1]}
     if [[ -z $(mpiruns) ]]; then
         # Only horovodrun, or a netlab that is still being made, or removed. In its imports, either would answer
         # SIGINT with a traceback.
@@ -222,7 +222,7 @@ on_signal() {
 # Not by exec: SIGTERM and SIGUSR1, as batch systems send them, and SIGHUP, when a terminal is closed, would end
 # horovodrun alone, and its ranks would train on. Ctrl-C goes to all of them, as it would without this script.
 run_to_the_end() {
-    local status signal interrupted=yes told='' instead_of_143=''
+    local status signal interrupted=yes told='' status_of_signal=''
     mark=HVA_LAUNCH=$$.$(date +%s%N)
     # Under nohup SIGHUP is ignored, and stays so.
     for signal in "${!status_after[@]}"; do
@@ -239,9 +239,8 @@ run_to_the_end() {
         interrupted='' status=0
         wait "$!" || status=$?
     done
-    ((status != 143)) || status=${instead_of_143:-143}
-    # What mpirun says that had no ranks yet, and a rank whose Python was still loading.
-    [[ -z $told ]] || ((status != 1)) || status=$instead_of_143
+    # 1 is what mpirun says that had no ranks yet, and a rank whose Python was still loading.
+    [[ -z $told ]] || ((status != 143 && status != 1)) || status=$status_of_signal
     end_the_rest
     ((status != 0)) || [[ -z $shows_next ]] || show_what_is_next
     exit "$status"
