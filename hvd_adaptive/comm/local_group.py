@@ -285,9 +285,9 @@ class LocalTransport(Transport):
         """The result, once all ranks have started it."""
         return handle()
 
-    def link_costs(self, prefix: str, settled: bool = False) -> LinkCosts:
+    def link_costs(self, prefix: str) -> LinkCosts:
         """Those that are assumed: memory is no network."""
-        del prefix, settled
+        del prefix
         return self._rank.group.link
 
     def link_look(self, prefix: str) -> tuple[float, float]:

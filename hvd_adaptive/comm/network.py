@@ -35,16 +35,16 @@ LEAST_BYTE = 1e-11
 class NetworkTransport(Transport):
     """A transport among processes."""
 
-    def link_costs(self, prefix: str, settled: bool = False) -> LinkCosts:
+    def link_costs(self, prefix: str) -> LinkCosts:
         """By :func:`measure_link`."""
-        return measure_link(self, prefix, settled)
+        return measure_link(self, prefix)
 
     def link_look(self, prefix: str) -> tuple[float, float]:
         """By :func:`look_at_link`."""
         return look_at_link(self, prefix)
 
 
-def measure_link(transport: Transport, prefix: str, settled: bool = False) -> LinkCosts:
+def measure_link(transport: Transport, prefix: str) -> LinkCosts:
     """Time small and large operations; all ranks call it at the same time.
 
     Where nodes have several ranks, it does so also inside the nodes and between them.
@@ -54,12 +54,10 @@ def measure_link(transport: Transport, prefix: str, settled: bool = False) -> Li
     Args:
         transport: between the ranks.
         prefix: of the operations' names.
-        settled: whether nothing was computed since :func:`look_at_link`, the same on all ranks.
     """
     if transport.size == 1:
         return LinkCosts.of_gigabit()
-    if not settled:
-        settle(transport, prefix)
+    settle(transport, prefix)
     costs = _measured(transport, prefix, "all")
     if not transport.has_node_groups:
         return costs

@@ -169,12 +169,11 @@ class Transport(ABC):
         return False
 
     @abstractmethod
-    def link_costs(self, prefix: str, settled: bool = False) -> LinkCosts:
+    def link_costs(self, prefix: str) -> LinkCosts:
         """What operations among these ranks cost, as they are now; all ranks call it.
 
         Args:
             prefix: of the names of the operations that are timed.
-            settled: whether nothing was computed since :meth:`link_look`, the same on all ranks.
         """
 
     @abstractmethod

@@ -86,7 +86,7 @@ class CostMeasurement:
                 return MeasuredCosts.from_dict(kept)
             self._known.forget_network()
         gathered = {short_spec(x): x for x in compressors if isinstance(x, GatheredCompressor)}
-        self._known.link(settled=again)
+        self._known.link()
         dtypes = [each for each in dict.fromkeys(map(_summed_as, compressors)) if each is not None]
         sums = {str(dtype): costs for dtype, costs in self._sums(dtypes).items()}
         # compressors last: after seconds of computing, ranks that share cores take turns unevenly, and

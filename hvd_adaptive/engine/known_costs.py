@@ -86,20 +86,19 @@ class KnownCosts:
         """Of a compressor that :meth:`link` was called with."""
         return self._codecs[_key(compressor)]
 
-    def link(self, compressors: Iterable[Compressor] = (), settled: bool = False) -> LinkCosts:
+    def link(self, compressors: Iterable[Compressor] = ()) -> LinkCosts:
         """Measure what is not known yet; all ranks then know what rank 0 has found.
 
         Cost: see :func:`~hvd_adaptive.comm.network.measure_link`, once, and 90 ms per compressor.
 
         Args:
             compressors: whose :meth:`codec` will be asked for; all of gathered payloads.
-            settled: whether this comes right after :meth:`network_is_as_known`, on all ranks.
         """
         missing = {key: each for each in compressors if (key := _key(each)) not in self._codecs}
         if self._link is not None and not missing:
             return self._link
         # no count in the names: ranks that have just joined know of no earlier measurement
-        mine = self._link or self.transport.link_costs(self.prefix, settled)
+        mine = self._link or self.transport.link_costs(self.prefix)
         measured = self.timed(
             lambda: {key: asdict(measure_codec(each)) for key, each in missing.items()}
         )

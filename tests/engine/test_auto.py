@@ -202,7 +202,7 @@ def test_dense_candidates_are_added_once() -> None:
 def test_the_network_is_measured_once_for_schemes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def measure(self: LocalTransport, prefix: str, settled: bool) -> LinkCosts:
+    def measure(self: LocalTransport, prefix: str) -> LinkCosts:
         asked.append(prefix)
         return SLOW
 
@@ -220,7 +220,7 @@ def test_what_is_measured_again_counts_for_schemes_and_seconds_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     links = iter([SLOW, SLOW, FAST, FAST])
-    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix, settled: next(links))
+    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: next(links))
 
     def work(rank: LocalRank) -> tuple[LinkCosts, LinkCosts, LinkCosts, list[str]]:
         known = KnownCosts(rank.transport(), rank.control("c"), "costs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvd_adaptive.comm.network import (
     measure_link,
     settle,
 )
+from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
 from hvd_adaptive.engine import known_costs
@@ -155,10 +157,9 @@ def test_a_network_that_is_what_it_was_is_looked_at_only_but_not_twice_in_a_row(
             see.append(next(looks))
         return see[-1] if self.rank == 0 else slow  # only the first rank's counts
 
-    def counted(self: LocalTransport, prefix: str, settled: bool = False) -> Any:
+    def counted(self: LocalTransport, prefix: str) -> Any:
         if self.rank == 0:
             measured_at.append(len(see))
-            assert settled == (len(see) > 0), "what was just looked at has settled"
         return measure_all(self, prefix)
 
     monkeypatch.setattr(LocalTransport, "link_look", look)
@@ -185,7 +186,7 @@ def test_a_network_whose_small_operations_are_late_is_measured_only_if_they_stil
     monkeypatch.setattr(LocalTransport, "link_look", lambda self, prefix: next(looks))
     costs_of = LocalTransport.link_costs
 
-    def counted(self: LocalTransport, prefix: str, settled: bool = False) -> Any:
+    def counted(self: LocalTransport, prefix: str) -> Any:
         measured.append(prefix)
         return costs_of(self, prefix)
 
@@ -223,23 +224,25 @@ def test_a_look_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(small > 0 and byte > 0 for small, byte in found)
 
 
-def test_the_network_is_not_settled_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settles(rank: LocalRank, settled: bool) -> None:
-        transport = rank.transport()
-        submit = transport.submit
+@pytest.mark.parametrize("time_link", [measure_link, look_at_link])
+def test_ranks_settle_before_the_network_is_timed(
+    monkeypatch: pytest.MonkeyPatch, time_link: Callable[[Transport, str], object]
+) -> None:
+    """Also right after a look, which may have ended before they were even."""
+    names: list[str] = []
+    submit = LocalTransport.submit
 
-        def watched(request: Any, name: str, step: int) -> Any:
+    def watched(self: LocalTransport, request: Any, name: str, step: int) -> Any:
+        if self.rank == 0:
             names.append(name)
-            return submit(request, name, step)
+        return submit(self, request, name, step)
 
-        monkeypatch.setattr(transport, "submit", watched)
-        measure_link(transport, "link", settled)
-
-    for settled in (False, True):
-        names: list[str] = []
-        LocalGroup(2).run(lambda rank, settled=settled: settles(rank, settled))
-        assert ("link.settle" in names) != settled
-        assert any(name.startswith("link.allgather") for name in names)
+    monkeypatch.setattr(LocalTransport, "submit", watched)
+    LocalGroup(2).run(lambda rank: time_link(rank.transport(), "link"))
+    first = next(index for index, name in enumerate(names) if name != "link.settle")
+    assert first > 0
+    assert names[first].startswith("link.allgather")
+    assert "link.settle" not in names[first:]
 
 
 def test_ranks_settle_for_as_long_as_the_first_one_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def gradients(rank: int) -> dict[str, Tensor]:
 def chosen(
     monkeypatch: pytest.MonkeyPatch, ranks: int, link: LinkCosts, **options: object
 ) -> VirtualRanks:
-    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix, settled: link)
+    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: link)
     monkeypatch.setattr(known_costs, "measure_codec", lambda compressor: QUICK)
     options = {"compression": "qsgd:bits=4", "bucket_cap_mb": 0.1, "scheme": "auto", **options}
     group = VirtualRanks(ranks, Layers().named_parameters(), **options)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_a_resumed_run_keeps_its_schemes_and_goes_on_to_the_bit(
     states = first.compression_state_dicts()
     assert {row.scheme for row in first.plan} == {"hierarchical", "allgather"}
     slow = replace(ETHERNET, alltoall=9.0)  # what would be measured now
-    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix, settled: slow)
+    monkeypatch.setattr(LocalTransport, "link_costs", lambda self, prefix: slow)
 
     def resumed(ranks: int, found: list[dict[str, Any]]) -> tuple[nn.Module, VirtualRanks]:
         model = Layers()
