@@ -89,11 +89,9 @@ def _delay(report: Mapping[str, float], left: int | None) -> str:
 
 
 def _why_dense(limits: TimeLimits, chosen: Contender, left: int | None) -> tuple[str, ...]:
-    # of its own parts: what steps have taken may have mended their sum, and a share is at most all
-    exposed = chosen.parts.exposed / max(chosen.parts.total, 1e-12)
     first = (
         f"{_CHOSEN}left dense ({chosen.name}): a step of {in_ms(chosen.seconds)} is foreseen, of which "
-        f"{_percent(exposed)} exposed communication"
+        f"{_percent(chosen.parts.exposed_share)} exposed communication"
     )
     if limits.only_dense:
         return (f"{first}; a control window, to compare compressed steps with",)

@@ -65,8 +65,8 @@ class Contender:
 
     @property
     def working(self) -> float:
-        """Its seconds without exposed communication."""
-        return self.seconds - self.parts.exposed
+        """Its seconds without exposed communication, by the share that its parts say."""
+        return self.seconds * (1 - self.parts.exposed_share)
 
     @property
     def cautious(self) -> float:

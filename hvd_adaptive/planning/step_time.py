@@ -132,6 +132,16 @@ class StepSeconds:
         """Seconds of the step."""
         return self.compute + self.compress + self.exposed + self.decompress
 
+    @property
+    def exposed_share(self) -> float:
+        """Of its seconds, what is waiting for the network: 0 to 1.
+
+        Example:
+            >>> StepSeconds(0.03, 0.0, exposed=0.01, decompress=0.0, network=0.02).exposed_share
+            0.25
+        """
+        return self.exposed / max(self.total, 1e-12)
+
 
 def timeline(
     compute: float, ready: Float64s, compress: Float64s, network: Float64s, decompress: Float64s

@@ -26,7 +26,7 @@ from hvd_adaptive.planning.budgets.dense_control import DenseControl
 from hvd_adaptive.planning.budgets.forecast_score import ForecastScore
 from hvd_adaptive.planning.budgets.loss_guard import LossGuard
 from hvd_adaptive.planning.gradient_signals import GradientSignals
-from hvd_adaptive.planning.least_time import TimeLimits
+from hvd_adaptive.planning.least_time import Contender, TimeLimits
 from hvd_adaptive.planning.step_time import StepModel, StepSeconds, spread
 from tests.planning.helpers import costs_of
 
@@ -720,6 +720,12 @@ def test_of_plans_that_are_as_fast_the_one_that_counts_on_less_overlap_is_chosen
     assert chosen(0.0)
     assert chosen(0.09 * dense.seconds)
     assert not chosen(0.11 * dense.seconds)
+
+
+def test_a_step_faster_than_its_exposed_communication_was_foreseen_still_works() -> None:
+    parts = StepSeconds(0.02, 0.0, exposed=0.08, decompress=0.0, network=0.09)
+    dense = Contender("fp16", np.zeros(3, np.int64), parts, seconds=0.05, dense=True)
+    assert dense.working == pytest.approx(0.01)
 
 
 def test_half_precision_and_single_do_not_take_turns_where_they_are_about_equal() -> None:
