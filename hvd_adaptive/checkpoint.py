@@ -45,7 +45,8 @@ from torch import Tensor
 
 from hvd_adaptive import feedback
 from hvd_adaptive.adaptation.candidates import Candidate, candidates_of
-from hvd_adaptive.adaptation.sampling import measured_numbers, preconditions
+from hvd_adaptive.adaptation.layer_samples import measured_numbers
+from hvd_adaptive.adaptation.sampling import preconditions
 from hvd_adaptive.adaptation.sketch import SKETCH
 from hvd_adaptive.compressors import CastCompressor, Compressor, format_spec, parse
 from hvd_adaptive.compressors.base import CodecState, Level

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hvd_adaptive.adaptation.base import Assignment, Chain
 from hvd_adaptive.adaptation.forecast import Forecast
+from hvd_adaptive.adaptation.layer_samples import LayerSamples
 from hvd_adaptive.adaptation.messages import (
     DecisionMessage,
     FailureMessage,
@@ -36,7 +37,7 @@ from hvd_adaptive.adaptation.messages import (
 )
 from hvd_adaptive.adaptation.outlook import MeasureCosts, Outlook
 from hvd_adaptive.adaptation.preconditioning import SecondMoment
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges, with_averages
+from hvd_adaptive.adaptation.sampling import Sampler, check_ranges, with_averages
 from hvd_adaptive.adaptation.schedule import Schedule
 from hvd_adaptive.adaptation.step_report import StepReport
 from hvd_adaptive.adaptation.timing import CollectiveTiming, local_measurements

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.adaptation.candidates import candidates_of
+from hvd_adaptive.adaptation.layer_samples import LayerSamples
 from hvd_adaptive.adaptation.preconditioning import SecondMoment
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, preconditions
+from hvd_adaptive.adaptation.sampling import Sampler, preconditions
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import LayerContext
 from hvd_adaptive.engine.virtual_ranks import VirtualRanks

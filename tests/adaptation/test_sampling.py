@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hvd_adaptive.adaptation.candidates import errors_of
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler, check_ranges
+from hvd_adaptive.adaptation.layer_samples import LayerSamples
+from hvd_adaptive.adaptation.sampling import Sampler, check_ranges
 from hvd_adaptive.adaptation.sketch import Gradient, sketch
 from hvd_adaptive.compressors import Compressor, parse
 from hvd_adaptive.compressors.base import LayerContext

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hvd_adaptive import VirtualRanks
-from hvd_adaptive.adaptation.sampling import LayerSamples, Sampler
+from hvd_adaptive.adaptation.layer_samples import LayerSamples
+from hvd_adaptive.adaptation.sampling import Sampler
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.layers import Layer
 from hvd_adaptive.planning import Decision, PlanningInput, StepMeasurements

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvd_adaptive import merge_compression_states
 from hvd_adaptive.adaptation.candidates import candidates_of
-from hvd_adaptive.adaptation.sampling import SIGNALS
+from hvd_adaptive.adaptation.layer_samples import SIGNALS
 from hvd_adaptive.adaptation.schedule import SAMPLES
 from hvd_adaptive.adaptation.sketch import SKETCH
 from hvd_adaptive.checkpoint import STATE_FORMAT, Run, check_state

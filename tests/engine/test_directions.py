@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive import VirtualRanks
 from hvd_adaptive.adaptation import timing
-from hvd_adaptive.adaptation.sampling import LayerSamples
+from hvd_adaptive.adaptation.layer_samples import LayerSamples
 from hvd_adaptive.adaptation.worker import PlannerWorker
 from hvd_adaptive.comm.local_group import LocalTransport
 from hvd_adaptive.comm.request import Request
