@@ -623,6 +623,22 @@ def test_after_a_long_slow_phase_compression_is_soon_tried_again(steps: int) -> 
     assert all(world.compressed[-170:])
 
 
+def test_what_an_earlier_plan_took_is_a_reason_to_try_compression_again_soon() -> None:
+    """Also where ranks get into disorder as soon as another plan takes effect."""
+    world = World(mbit=200.0, compute=0.006, numel=50_000).run(330)
+    plans = len(world.switched)
+    while len(world.switched) == plans:
+        world.run(1)
+    assert world.compressed[-1]
+    world.disorder = 1.3 * world.dense_seconds / world.parts().total
+    world.run(30)
+    world.disorder = 1.0
+    world.run(30)
+    assert not world.compressed[-1]
+    world.run(200)
+    assert all(world.compressed[-150:])
+
+
 def test_it_returns_to_dense_where_compression_turns_out_slower_than_foreseen() -> None:
     world = World(mbit=300.0, slowness=4.0).run(600)
     slower = [seconds > 1.02 * world.dense_seconds for seconds in world.times]

@@ -236,6 +236,7 @@ class AutoBudget(Budget):
         if score.expected is None or score.median is None:
             return
         if self._compresses:
+            self._control.saw(score.median)
             if score.usual is not None:
                 self._compare(score.usual, SLOWER)
                 self._control.pass_test()
@@ -279,7 +280,7 @@ class AutoBudget(Budget):
             return
         if not self._control.looks_slower(seconds, usual, self._step, share):
             return
-        self._control.begin(seconds, self._levels.tolist(), self._score.best)
+        self._control.begin(seconds, self._levels.tolist())
         self._notes = [f"a step took {in_ms(seconds)}, dense steps {in_ms(usual)}: dense steps follow"]
 
     # --- granting ---------------------------------------------------------------------------------
@@ -521,8 +522,7 @@ def _correction(control: DenseControl, limits: TimeLimits, step: int) -> float:
 def _is_odd(limits: TimeLimits, chosen: Contender) -> bool:
     """Whether all is dense although the limits admit compression and much of a step is exposed."""
     measured = limits.admit and not limits.model.costs.assumed
-    much = chosen.parts.exposed > MUCH_EXPOSED * chosen.parts.total
-    return measured and chosen.dense and much
+    return measured and chosen.dense and chosen.parts.exposed_share > MUCH_EXPOSED
 
 
 def _foreseen(

@@ -44,13 +44,15 @@ class DenseControl:
     what was found is by how much compressed steps are slower than dense ones, whatever is measured
     later. Of a small difference half counts, as a logarithm, and half of what was known: it may be
     chance. However slow they were, they count for twice what dense ones take. And where compressed
-    steps had been faster before, a finding is tested soon: it is set aside until they are slower again.
+    steps had been faster before, by whatever plan, a finding is tested soon: it is set aside until they
+    are slower again, after which those of before are forgotten.
 
     Example:
         >>> control = DenseControl()
         >>> control.looks_slower(0.13, 0.10, step=60)
         True
-        >>> control.begin(0.13, levels=[3, 3], best=0.11)
+        >>> control.saw(0.11)
+        >>> control.begin(0.13, levels=[3, 3])
         >>> control.conclude(dense=0.12, foreseen=0.1, step=80, known=1.0)
         'compressed steps took 130 ms, dense ones right after them 120 ms'
         >>> round(control.correction(81, dense=0.12, foreseen=0.1), 2)
@@ -103,13 +105,17 @@ class DenseControl:
         """
         return not self.on and seconds > share * dense and step >= self._next
 
-    def begin(self, seconds: float, levels: Sequence[int], best: float = math.inf) -> None:
-        """Dense steps follow ones that took ``seconds``, and less before: ``best``, if they did."""
-        self.compressed, self.levels, self._best = seconds, tuple(levels), best
+    def saw(self, seconds: float) -> None:
+        """Compressed steps took so long for a while, by whatever plan."""
+        self._best = min(self._best, seconds)
+
+    def begin(self, seconds: float, levels: Sequence[int]) -> None:
+        """Dense steps follow compressed ones that took ``seconds``."""
+        self.compressed, self.levels = seconds, tuple(levels)
 
     def give_up(self) -> None:
         """There is nothing to compare any more, as where the layers are others now."""
-        self.compressed, self.found_levels = None, ()
+        self.compressed, self.found_levels, self._best = None, (), math.inf
         self.doubted = self.tested = False
 
     def doubts(self, step: int) -> bool:
@@ -153,7 +159,9 @@ class DenseControl:
         self.doubted = compressed >= dense > self._best and not self.tested
         if compressed < dense:
             self.gap = min(2 * self.gap, MOST_GAP)
-        elif self._found and not (self.doubted or self.tested):
+        elif self.tested:
+            self._best = math.inf  # of another time: it is no reason to doubt the next finding
+        elif self._found and not self.doubted:
             self.patience = min(2 * self.patience, MOST_PATIENCE)
         self.tested = False
         self._found, self._next = step, step + (DOUBT if self.doubted else self.gap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,8 +53,6 @@ class ForecastScore:
     """Of the last window's seconds, those of exposed communication; None where nobody knows."""
     slower: float = 0.0
     """Seconds that computing took longer than was foreseen in the last window; 0 where nobody knows."""
-    best: float = math.inf
-    """The least median of a window, under this plan or ones before that did the same."""
     _recent: list[float] = field(default_factory=list)
     _computing: float | None = None
     _settling: int = 0
@@ -82,7 +79,7 @@ class ForecastScore:
         self.exposed, self.slower, self._computing, self._computed = None, 0.0, computing, []
         self.missed_seconds = 0.0
         if not same:
-            self._recent, self.best = [], math.inf
+            self._recent = []
 
     @property
     def dense(self) -> bool:
@@ -132,7 +129,6 @@ class ForecastScore:
         self.exposed = None if took is None else max(0.0, self.median - took)
         self.slower = 0.0 if took is None or self._computing is None else took - self._computing
         self._recent = [*self._recent, self.median][-RECENT:]
-        self.best = min(self.best, self.median)
         self._count(sum(self._seconds))
         self._seconds, self._computed = [], []
         return True
@@ -159,7 +155,6 @@ class ForecastScore:
             "misses": self.misses,
             "missed_seconds": self.missed_seconds,
             "recent": list(self._recent),
-            "best": self.best if self._recent else None,
             "median": self.median,
             "settling": self._settling,
             "seconds": list(self._seconds),
@@ -178,8 +173,6 @@ class ForecastScore:
         # older states know less
         self.missed_seconds = float(state.get("missed_seconds", 0.0))
         self._recent = [float(each) for each in state.get("recent", ())]
-        best = state.get("best")
-        self.best = math.inf if best is None else float(best)
         self.slower, self._computing = float(state.get("slower", 0.0)), state.get("computing")
         self.exposed = state.get("exposed")
         self._computed = [float(each) for each in state.get("computed", ())]
