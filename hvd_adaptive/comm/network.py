@@ -20,6 +20,9 @@ CARRIED = 1 << 19
 SMALL_REPEATS, LARGE_REPEATS = 5, 3
 """How often they are done: the fastest of few large ones is within a tenth of that of many, and what
 they take is time of training, each time that the network is measured again."""
+LARGE_SECONDS = 0.03
+"""And for how long the large ones are done at least: on a fast link three of them are over before a
+rank that had to wait for a core has it back, and took ten times as long as they should."""
 LOOKS = 2
 """How often they are done to see whether the network is another one by now."""
 SETTLING, SETTLING_SECONDS, LOOK_SECONDS = 30, 1.5, 0.2
@@ -49,7 +52,8 @@ def measure_link(transport: Transport, prefix: str) -> LinkCosts:
 
     Where nodes have several ranks, it does so also inside the nodes and between them.
 
-    Cost: six operations with 512 KiB on each link (0.15 s at 200 Mbit/s), and :func:`settle`.
+    Cost: six operations with 512 KiB on each link (0.15 s at 200 Mbit/s), or 0.06 s of more of them on
+    a faster one, and :func:`settle`.
 
     Args:
         transport: between the ranks.
@@ -121,15 +125,24 @@ _LAYERS: tuple[Group, ...] = ("node", "peers")
 def _measured(transport: Transport, prefix: str, group: Group) -> LinkCosts:
     """What operations cost among the ranks of a group."""
     repeats = SMALL_REPEATS, LARGE_REPEATS
-    allgather, allgather_byte = _operation_costs(transport, prefix, "allgather", group, repeats)
-    alltoall, alltoall_byte = _operation_costs(transport, prefix, "alltoall", group, repeats)
+    allgather, allgather_byte = _operation_costs(
+        transport, prefix, "allgather", group, repeats, LARGE_SECONDS
+    )
+    alltoall, alltoall_byte = _operation_costs(
+        transport, prefix, "alltoall", group, repeats, LARGE_SECONDS
+    )
     return LinkCosts(allgather, alltoall, allgather_byte, alltoall_byte)
 
 
 def _operation_costs(
-    transport: Transport, prefix: str, operation: Operation, group: Group, repeats: tuple[int, int]
+    transport: Transport,
+    prefix: str,
+    operation: Operation,
+    group: Group,
+    repeats: tuple[int, int],
+    least: float = 0.0,
 ) -> tuple[float, float]:
-    """Seconds of a small operation, and of a byte in a large one, each repeated so often."""
+    """Seconds of a small operation, and of a byte in a large one, each repeated so often at least."""
     members = len(transport.members(group))
     others = _slices(CARRIED // max(1, members - 1), members)
     size = others if operation == "allgather" else others * members
@@ -139,8 +152,11 @@ def _operation_costs(
             f"{prefix}.{operation}.{each}",
             Request(operation, torch.zeros(each, dtype=torch.uint8), group=group),
             times,
+            seconds,
         )
-        for each, times in zip((_slices(SMALL, members), size), repeats, strict=True)
+        for each, times, seconds in zip(
+            (_slices(SMALL, members), size), repeats, (0.0, least), strict=True
+        )
     )
     received = size * members if operation == "allgather" else size
     payload = torch.zeros(size, dtype=torch.uint8)
@@ -153,18 +169,30 @@ def _slices(size: int, members: int) -> int:
     return max(1, size // members) * members
 
 
-def operation_seconds(transport: Transport, name: str, request: Request, repeats: int) -> float:
+def operation_seconds(
+    transport: Transport, name: str, request: Request, repeats: int, least: float = 0.0
+) -> float:
     """What an operation takes: the fastest of some; all ranks call it at the same time.
+
+    The first rank of the group decides by its clock whether another one follows, and the others learn
+    it from what it sends: ones if so, and zeros otherwise.
 
     Args:
         transport: between the ranks.
         name: of the operation, the same on all ranks.
-        request: whose tensor holds zeros, and holds them afterwards.
-        repeats: how often it is done: more than once, as the first may have to make connections.
+        request: whose tensor is overwritten.
+        repeats: how often it is done at least: more than once, as the first may have to make
+            connections.
+        least: seconds for which it is repeated at least.
     """
-    seconds = []
-    for repeat in range(repeats):
+    first = transport.rank == transport.members(request.group)[0]
+    taken: list[float] = []
+    for repeat in itertools.count():
+        more = repeat + 1 < repeats or sum(taken) < least
+        request.tensor.fill_(float(first and more))
         started = time.perf_counter()
-        transport.wait(transport.submit(request, name, repeat))
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+        result = transport.wait(transport.submit(request, name, repeat))
+        taken.append(time.perf_counter() - started)
+        if not result.flatten()[0]:
+            break
+    return min(taken)

@@ -21,8 +21,10 @@ from hvd_adaptive.comm.network import (
     SETTLING_SECONDS,
     look_at_link,
     measure_link,
+    operation_seconds,
     settle,
 )
+from hvd_adaptive.comm.request import Operation, Request
 from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
@@ -31,6 +33,12 @@ from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.known_costs import KnownCosts, seconds_of, usual_seconds
 
 QUICK = CodecCosts(1e-9, 1e-9, 1e-9)
+WAYS: dict[Operation, torch.dtype] = {
+    "allgather": torch.uint8,
+    "alltoall": torch.uint8,
+    "allreduce": torch.float16,
+}
+"""Operations that are timed, and on what."""
 
 
 def measured(ranks: int, *specs: str) -> list[Any]:
@@ -243,6 +251,32 @@ def test_ranks_settle_before_the_network_is_timed(
     assert first > 0
     assert names[first].startswith("link.allgather")
     assert "link.settle" not in names[first:]
+
+
+@pytest.mark.parametrize(("least", "times"), [(0.0, 3), (2.5, 4), (9.5, 11)])
+def test_operations_are_repeated_for_as_long_as_the_first_rank_says(
+    monkeypatch: pytest.MonkeyPatch, least: float, times: int
+) -> None:
+    """On a fast link three are over in no time; whatever the others' clocks say, all do as many."""
+    here = threading.local()
+    clock = SimpleNamespace(perf_counter=lambda: next(here.clock))
+    monkeypatch.setattr(network, "time", clock)
+    submit = LocalTransport.submit
+
+    def watched(self: LocalTransport, request: Any, name: str, step: int) -> Any:
+        here.names.append(name)
+        return submit(self, request, name, step)
+
+    monkeypatch.setattr(LocalTransport, "submit", watched)
+
+    def work(rank: LocalRank) -> list[str]:
+        here.clock, here.names = itertools.count(0.0, (1.0, 0.0, 50.0)[rank.rank]), []
+        for operation, dtype in WAYS.items():
+            request = Request(operation, torch.zeros(12, dtype=dtype))
+            operation_seconds(rank.transport(), operation, request, 3, least)
+        return list(here.names)
+
+    assert LocalGroup(3).run(work) == [[name for name in WAYS for _ in range(times)]] * 3
 
 
 def test_ranks_settle_for_as_long_as_the_first_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
