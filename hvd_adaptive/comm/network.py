@@ -21,8 +21,8 @@ SMALL_REPEATS, LARGE_REPEATS = 5, 3
 """How often they are done: the fastest of few large ones is within a tenth of that of many, and what
 they take is time of training, each time that the network is measured again."""
 LARGE_SECONDS = 0.03
-"""And for how long the large ones are done at least: on a fast link three of them are over before a
-rank that had to wait for a core has it back, and took ten times as long as they should."""
+"""And for how long the large ones are done at least: on a fast link three of them take less time than
+a rank may wait for a core that it shares, so all three could be late."""
 LOOKS = 2
 """How often they are done to see whether the network is another one by now."""
 SETTLING, SETTLING_SECONDS, LOOK_SECONDS = 30, 1.5, 0.2
