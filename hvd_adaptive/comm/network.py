@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -99,14 +98,13 @@ def settle(transport: Transport, prefix: str, seconds: float = SETTLING_SECONDS)
         prefix: of the operations' names.
         seconds: that they may take.
     """
-    taken: list[float] = []
-    for number in itertools.count(1):
-        more = sum(taken) < seconds and not _are_even(taken)
-        mine = Request("allgather", torch.tensor([more], dtype=torch.uint8))
-        started = time.perf_counter()
-        if not transport.wait(transport.submit(mine, f"{prefix}.settle", number))[0]:
-            return
-        taken.append(time.perf_counter() - started)
+    request = Request("allgather", torch.zeros(1, dtype=torch.uint8))
+    _repeated(
+        transport,
+        f"{prefix}.settle",
+        request,
+        lambda taken: sum(taken) < seconds and not _are_even(taken),
+    )
 
 
 def _are_even(taken: Sequence[float]) -> bool:
@@ -146,18 +144,13 @@ def _operation_costs(
     members = len(transport.members(group))
     others = _slices(CARRIED // max(1, members - 1), members)
     size = others if operation == "allgather" else others * members
-    small, large = (
-        operation_seconds(
-            transport,
-            f"{prefix}.{operation}.{each}",
-            Request(operation, torch.zeros(each, dtype=torch.uint8), group=group),
-            times,
-            seconds,
-        )
-        for each, times, seconds in zip(
-            (_slices(SMALL, members), size), repeats, (0.0, least), strict=True
-        )
-    )
+
+    def seconds(count: int, times: int, least: float = 0.0) -> float:
+        request = Request(operation, torch.zeros(count, dtype=torch.uint8), group=group)
+        return operation_seconds(transport, f"{prefix}.{operation}.{count}", request, times, least)
+
+    small = seconds(_slices(SMALL, members), repeats[0])
+    large = seconds(size, repeats[1], least)
     received = size * members if operation == "allgather" else size
     payload = torch.zeros(size, dtype=torch.uint8)
     carried = transport.traffic(Request(operation, payload, group=group), received)
@@ -174,9 +167,6 @@ def operation_seconds(
 ) -> float:
     """What an operation takes: the fastest of some; all ranks call it at the same time.
 
-    The first rank of the group decides by its clock whether another one follows, and the others learn
-    it from what it sends: ones if so, and zeros otherwise.
-
     Args:
         transport: between the ranks.
         name: of the operation, the same on all ranks.
@@ -185,14 +175,36 @@ def operation_seconds(
             connections.
         least: seconds for which it is repeated at least.
     """
+    return min(
+        _repeated(
+            transport,
+            name,
+            request,
+            lambda taken: len(taken) + 1 < repeats or sum(taken) < least,
+        )
+    )
+
+
+def _repeated(
+    transport: Transport, name: str, request: Request, more: Callable[[list[float]], bool]
+) -> list[float]:
+    """What each took of operations that are repeated for as long as one rank says.
+
+    The first rank of the group decides by its clock whether another one follows, and the others learn
+    it from what it sends: ones if so, and zeros otherwise.
+
+    Args:
+        transport: between the ranks.
+        name: of the operation, the same on all ranks.
+        request: whose tensor is overwritten.
+        more: whether another one is to follow the next, by what those so far have taken.
+    """
     first = transport.rank == transport.members(request.group)[0]
     taken: list[float] = []
-    for repeat in itertools.count():
-        more = repeat + 1 < repeats or sum(taken) < least
-        request.tensor.fill_(float(first and more))
+    while True:
+        request.tensor.fill_(float(first and more(taken)))
         started = time.perf_counter()
-        result = transport.wait(transport.submit(request, name, repeat))
+        result = transport.wait(transport.submit(request, name, len(taken)))
         taken.append(time.perf_counter() - started)
         if not result.flatten()[0]:
-            break
-    return min(taken)
+            return taken
