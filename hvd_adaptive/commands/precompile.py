@@ -77,11 +77,11 @@ def _helpers(number: int) -> Iterator[None]:
 def _uses() -> list[Callable[[], None]]:
     """What together needs every kernel."""
     compress = (functools.partial(_use, name) for name in (*compressors.REGISTRY, *_OPTIONS))
-    return [*compress, _use_huffman, _use_measuring, _use_planning]
+    return [*compress, _use_huffman, _use_measuring, _use_alone, _use_planning]
 
 
 def _use(name: str) -> None:
-    """Compress, recompress, decompress, measure."""
+    """Compress, also for several receivers, recompress, decompress, measure."""
     compressor = compressors.parse(name)
     x = torch.linspace(-1, 1, 64)
     state = compressor.new_state()
@@ -94,6 +94,8 @@ def _use(name: str) -> None:
             LayerBatch(x.clone(), np.array([0, 64]), [level], grads, state=state)
         )
         compressor.decompress_layers_sum_([body], [torch.zeros(64)], 1.0)
+        halves = [np.array([0, 32]), np.array([32, 64])]
+        compressor.compress_shards_(LayerBatch(x.clone(), np.array([0, 64]), [level], grads), halves)
         one_layer = LayerBatch(x.clone(), np.array([0, 64]), [level], state=state, learns=False)
         compressor.reduce_layers_([body], one_layer, keeps=True)
     payload = compressor.compress_(x, level, LayerContext(shape=(8, 8), state=state))
@@ -114,9 +116,17 @@ def _use_huffman() -> None:
 
 
 def _use_measuring() -> None:
+    kernels, x = for_device(torch.device("cpu")), torch.ones(64)
+    kernels.sparse.sample_spectrum(x)
+    kernels.sparse.position_bits(x, np.array([2]))
+    kernels.measuring.signed_sums(x, Signs.of(64, 0))
+
+
+def _use_alone() -> None:
+    """What no compressor calls with its defaults: residuals in bfloat16, a random subset as numbers."""
     kernels = for_device(torch.device("cpu"))
-    kernels.sparse.sample_spectrum(torch.ones(64))
-    kernels.measuring.signed_sums(torch.ones(64), Signs.of(64, 0))
+    kernels.quantized.round_at_random_(torch.zeros(64, dtype=torch.bfloat16), torch.ones(64), 1)
+    kernels.subset.first_indices(64, 2, 1)
 
 
 def _use_planning() -> None:

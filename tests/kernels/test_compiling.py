@@ -85,6 +85,25 @@ def test_huffman_coding_is_compiled_beforehand() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_every_kernel_that_python_calls_is_compiled_beforehand() -> None:
+    """In a process of its own: in this one other tests have called them."""
+    program = (
+        "import sys\n"
+        "from numba.core.dispatcher import Dispatcher\n"
+        "from hvd_adaptive.commands import precompile\n"
+        "precompile.precompile()\n"
+        "ours = [each for name, each in list(sys.modules.items()) if name.startswith('hvd_adaptive')]\n"
+        "kernels = {each for module in ours for each in vars(module).values()\n"
+        "           if isinstance(each, Dispatcher)}\n"
+        "called = {part for each in kernels for name in each.py_func.__code__.co_names\n"
+        "          if isinstance(part := each.py_func.__globals__.get(name), Dispatcher)}\n"
+        "left = {each.py_func.__name__ for each in kernels - called if not each.signatures}\n"
+        # The host of a GPU reads Huffman codes by it; no compressor of a CPU does.
+        "assert len(kernels) > 100 and left <= {'get_stream'}, left\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_benchmark_runs() -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks.micro.kernels", "--quick"]

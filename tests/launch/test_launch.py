@@ -384,6 +384,8 @@ class TestRun:
         )  # fmt: skip
         assert done.returncode == status, done.stderr
         assert ("where to look next:" in done.stdout) == shown
+        prefix = "sudo -E " if os.geteuid() else ""
+        assert (f"  {prefix}launch/run.sh --netlab 4,200mbit" in done.stdout) == shown
         assert (f"then: {tmp_path}/.venv/bin/hva report" in done.stdout) == shown
 
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path) -> None:
