@@ -23,6 +23,7 @@ from hvd_adaptive import compressors, kernel_cache
 from hvd_adaptive.commands import run_command
 from hvd_adaptive.compressors import GatheredCompressor, Learner, MultiLevel
 from hvd_adaptive.compressors.base import LayerBatch, LayerContext
+from hvd_adaptive.compressors.quantized import Quantizer
 from hvd_adaptive.kernels import for_device
 from hvd_adaptive.kernels.signs import Signs
 from hvd_adaptive.planning import knapsack
@@ -108,11 +109,15 @@ def _use(name: str) -> None:
 def _use_huffman() -> None:
     """Compress and decompress two layers of which a Huffman code saves something."""
     qsgd = compressors.parse("qsgd:coding=huffman")
-    assert isinstance(qsgd, GatheredCompressor)
+    assert isinstance(qsgd, Quantizer)
     x = torch.zeros(8192)
     x[::64] = 1.0
     body, _ = qsgd.compress_layers_(LayerBatch(x, np.array([0, 4096, 8192]), [qsgd.level] * 2))
     qsgd.decompress_layers_add_(body, [torch.zeros(4096), torch.zeros(4096)], 1.0)
+    # what kernels of a GPU, or the reference, have done to the codes on the host
+    entropy = for_device(body.device).entropy
+    tables, codes, start = entropy.read_codebooks(body.numpy(), qsgd.rule)
+    entropy.decode(body, start, [4096, 4096], qsgd.rule, tables, codes)
 
 
 def _use_measuring() -> None:
