@@ -273,11 +273,11 @@ exchange_is_given() {
 }
 
 show_what_is_next() {
-    local sudo='sudo -E '
-    ((EUID != 0)) || sudo=''
+    local slow='launch/run.sh --netlab 4,200mbit'
+    ((EUID == 0)) || slow="sudo -E $slow"
     say
     say "where to look next:"
-    say "  ${sudo}launch/run.sh --netlab 4,200mbit   the same over slow links, where compression pays"
+    say "  $(printf %-40s "$slow")   the same over slow links, where compression pays"
     say "  launch/run.sh --logdir runs/first          and then: $hva report runs/first"
     say "  docs/auto.md                               how it decides, and within which limits"
     say "  README.md                                  the lines that your own script needs"
