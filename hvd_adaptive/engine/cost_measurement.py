@@ -32,8 +32,8 @@ SMALL = 64
 LARGE_REPEATS = 2
 """How often large sums of each dtype are timed, twice each."""
 BY_CHANCE = 1.5
-"""From how many times the seconds of another dtype's byte on a difference is believed: where 8 ranks
-share 2 cores, measured ones have a standard deviation of 15 %."""
+"""From how many times the seconds of another byte on a difference is believed: where 8 ranks share 2
+cores, measured ones have a standard deviation of 15 %."""
 SAMPLE = (512, 512)
 """Shape of what compressors are timed on."""
 CAST_SAMPLE = 1 << 20
@@ -64,8 +64,9 @@ class CostMeasurement:
         self._link, self._compute_seconds = link, compute_seconds
         self._last: dict[str, Any] | None = None
         """What was measured last, as JSON."""
-        self._looked = False
-        """Whether the network was only looked at when it was to be measured again."""
+        self._looks, self._most_looks = 0, 1
+        """How often in a row the network was only looked at when it was to be measured again, and may
+        be: twice as often each time that measuring then finds what was known."""
 
     def __call__(self, compressors: Sequence[Compressor], again: bool) -> MeasuredCosts:
         """Measure; all ranks call it at the same time.
@@ -73,7 +74,7 @@ class CostMeasurement:
         Cost: 14 operations with 512 KiB on each link, or more on a fast one, for 0.09 s with sums of
         one dtype and 0.12 s with those of two; and 90 ms for each compressor. Where it is
         asked again and two such operations take what they took, it is those: but not twice in a row,
-        because others may take longer than they did.
+        because others may take longer than they did; unless measuring has found that they do not.
 
         Args:
             compressors: in the order in which they were named, the same each time.
@@ -81,10 +82,10 @@ class CostMeasurement:
         """
         if again:
             as_known = self._known.network_is_as_known()
-            keeps = as_known and not self._looked
+            keeps = as_known and self._looks < self._most_looks
             kept = self._known.control.decide(lambda: self._last if keeps else None)
-            self._looked = kept is not None
             if kept is not None:
+                self._looks += 1
                 return MeasuredCosts.from_dict(kept)
             self._known.forget_network()
         gathered = {short_spec(x): x for x in compressors if isinstance(x, GatheredCompressor)}
@@ -114,8 +115,12 @@ class CostMeasurement:
             rows |= {spec: asdict(self._known.codec(x)) for spec, x in gathered.items()}
             return {short_spec(each): rows[short_spec(each)] for each in compressors}
 
+        before = self._last
         self._last = self._known.control.decide(lambda: {**found.to_dict(), "codecs": codecs()})
-        return MeasuredCosts.from_dict(self._last)
+        now = MeasuredCosts.from_dict(self._last)
+        same = before is not None and _are_alike(MeasuredCosts.from_dict(before), now)
+        self._looks, self._most_looks = 0, 2 * self._most_looks if same else 1
+        return now
 
     def _sums(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, SumCosts]:
         """An allreduce of each dtype; its bytes are those of a payload.
@@ -157,6 +162,27 @@ def _told_apart(byte: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
     """
     fastest = min(byte.values(), default=0.0)
     return {dtype: each if each > BY_CHANCE * fastest else fastest for dtype, each in byte.items()}
+
+
+def _are_alike(one: MeasuredCosts, other: MeasuredCosts) -> bool:
+    """Whether bytes cost about the same, by the same operations of as many ranks."""
+    first, second = _of_bytes(one), _of_bytes(other)
+    if first.keys() != second.keys():
+        return False
+    pairs = [(first[key], second[key]) for key in first]
+    return all(max(pair) <= BY_CHANCE * min(pair) for pair in pairs)
+
+
+def _of_bytes(found: MeasuredCosts) -> dict[tuple[int, str], float]:
+    """Seconds of a byte, by ranks and operation."""
+    layers = found.link.layers
+    links = {"all": found.link}
+    if layers is not None:
+        links |= {"node": layers.node, "peers": layers.peers}
+    seconds = {dtype: each.link_byte for dtype, each in found.sums.items()}
+    for group, link in links.items():
+        seconds |= {f"{group} allgather": link.allgather_byte, f"{group} alltoall": link.alltoall_byte}
+    return {(found.ranks, name): each for name, each in seconds.items()}
 
 
 def _summed_as(compressor: Compressor) -> torch.dtype | None:

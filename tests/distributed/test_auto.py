@@ -127,6 +127,7 @@ def test_the_network_is_looked_at_before_it_is_measured_again_by_all_ranks_alike
     known.network_is_as_known = lambda: look() is None or hvd.rank() == 0
     outlook.price_again()
     assert outlook.measured == changed
-    outlook.price_again()
+    for _ in range(2):  # it is looked at twice where measuring had found what was known
+        outlook.price_again()
     assert outlook.measured != changed
     assert len({str(each) for each in everyone(outlook.measured.to_dict())}) == 1

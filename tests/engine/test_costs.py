@@ -14,6 +14,7 @@ import torch
 
 from hvd_adaptive.collectives.costs import CodecCosts
 from hvd_adaptive.comm import network
+from hvd_adaptive.comm.link_costs import LinkCosts
 from hvd_adaptive.comm.local_group import LocalGroup, LocalRank, LocalTransport
 from hvd_adaptive.comm.network import (
     CARRIED,
@@ -28,7 +29,7 @@ from hvd_adaptive.comm.request import Operation, Request
 from hvd_adaptive.comm.transport import Transport
 from hvd_adaptive.compressors import parse
 from hvd_adaptive.compressors.base import Compressor
-from hvd_adaptive.engine import known_costs
+from hvd_adaptive.engine import cost_measurement, known_costs
 from hvd_adaptive.engine.cost_measurement import CostMeasurement
 from hvd_adaptive.engine.known_costs import KnownCosts, seconds_of, usual_seconds
 
@@ -182,6 +183,64 @@ def test_a_network_that_is_what_it_was_is_looked_at_only_but_not_twice_in_a_row(
     assert measured_at == [0, 2, 4], "at first, the second time in a row, and where it has changed"
     assert found[0] == found[1]
     assert found[0][0] == found[0][1]
+
+
+def test_a_network_that_measuring_finds_as_it_was_is_looked_at_more_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measuring takes as long as dozens of small steps, and tells nothing of what is off otherwise."""
+    usual, later = LinkCosts(2e-4, 2e-4, 8e-9, 8e-9), LinkCosts(2e-4, 2e-4, 8e-9, 8e-8)
+    costs = [usual]
+    measured: list[str] = []
+
+    def measure_link(self: LocalTransport, prefix: str) -> LinkCosts:
+        measured.append(prefix)
+        return costs[0]
+
+    monkeypatch.setattr(LocalTransport, "link_costs", measure_link)
+    monkeypatch.setattr(LocalTransport, "link_look", lambda self, prefix: (2e-4, 8e-9))
+    monkeypatch.setattr(cost_measurement, "operation_seconds", lambda *args: 1e-3)
+
+    def measure(rank: LocalRank) -> list[int]:
+        known = KnownCosts(rank.transport(), rank.control("control"), "costs")
+        measure_costs = CostMeasurement(known, ("auto",), 25e6)
+        times = []
+        for call in range(16):
+            costs[0] = usual if call < 9 else later  # which no look shows
+            before = len(measured)
+            link = measure_costs([parse("fp16")], call > 0).link
+            assert link == (usual if call < 10 else later)
+            times += [call] if len(measured) > before else []
+        return times
+
+    # one look goes before the second measurement, two before the third; that finds something else
+    assert LocalGroup(1).run(measure) == [[0, 2, 5, 10, 12, 15]]
+
+
+def test_costs_of_other_compressors_are_no_measurement_of_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was measured before may be of fewer dtypes."""
+    measured: list[str] = []
+
+    def measure_link(self: LocalTransport, prefix: str) -> LinkCosts:
+        measured.append(prefix)
+        return LinkCosts(2e-4, 2e-4, 8e-9, 8e-9)
+
+    monkeypatch.setattr(LocalTransport, "link_costs", measure_link)
+    monkeypatch.setattr(LocalTransport, "link_look", lambda self, prefix: (2e-4, 8e-9))
+    monkeypatch.setattr(cost_measurement, "operation_seconds", lambda *args: 1e-3)
+
+    def measure(rank: LocalRank) -> int:
+        known = KnownCosts(rank.transport(), rank.control("control"), "costs")
+        costs = CostMeasurement(known, ("auto",), 25e6)
+        costs([parse("fp16")], False)
+        assert len(costs([parse("fp16"), parse("none")], False).sums) == 2
+        for _ in range(2):
+            costs([parse("fp16"), parse("none")], True)
+        return len(measured)
+
+    assert LocalGroup(1).run(measure) == [2]
 
 
 def test_a_network_whose_small_operations_are_late_is_measured_only_if_they_still_are(
