@@ -72,7 +72,8 @@ def crowded(trace: StepTrace, ranks: int) -> StepTrace:
 def predicted(trace: StepTrace, case: str) -> dict[str, dict[str, float]]:
     """Seconds of each method, and their range."""
     _, ranks, rate = CASES[case]
-    predictor = Predictor(crowded(trace, ranks), None if rate == SEEN_RATE else RATES[rate])
+    other = None if rate == SEEN_RATE else RATES[rate]
+    predictor = Predictor(crowded(trace, ranks), other, RATES[SEEN_RATE])
     found = {}
     for method, (spec, level, scheme) in METHODS.items():
         dense = [each.choice for each in predictor.methods if each.name == f"{spec} (dense)"]

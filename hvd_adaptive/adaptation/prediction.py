@@ -114,18 +114,27 @@ class Predictor:
     Args:
         trace: of dense steps.
         rate: bits per second of the hosts' links, where that is another one.
+        traced_rate: the same of those of the trace, where it is known: what operations made of these,
+            they make of the others, too.
 
     Raises:
-        ValueError: the trace is not of the planner ``auto``, or has no timed steps.
+        ValueError: the trace is not of the planner ``auto``, has no timed steps, or is of one host
+            and ``traced_rate`` of links between hosts.
     """
 
-    def __init__(self, trace: StepTrace, rate: float | None = None) -> None:
+    def __init__(
+        self, trace: StepTrace, rate: float | None = None, traced_rate: float | None = None
+    ) -> None:
         recipe = parse(trace.recipe)
         if not isinstance(recipe, Accuracy):
             raise ValueError(f"a trace of {trace.recipe}: only auto's can be predicted from")
         if not trace.dense.seconds and not trace.measured.assumed:
             raise ValueError("the trace has no timed steps")
-        self.trace, self.rate = trace, rate
+        if traced_rate is not None and trace.hosts == 1:
+            raise ValueError(
+                "the trace is of one host, without links between hosts: leave --traced-rate out"
+            )
+        self.trace, self.rate, self.traced_rate = trace, rate, traced_rate
         self._recipe = recipe
         self._start = np.array(
             [_first(specs, ("fp16", "none")) for specs in trace.signals.specs], np.int64
@@ -225,7 +234,7 @@ class Predictor:
         fitted = self._fitted(world)
         measured = self.trace.measured.at(ranks, world.cycle)
         if self.rate is not None:
-            measured = measured.with_rate(self.rate, self.trace.ranks_per_host)
+            measured = measured.with_rate(self.rate, self.trace.ranks_per_host, self.traced_rate)
         doubt = max(fitted.network, 1 / fitted.network) ** world.doubt
         return replace(fitted, costs=measured.step_costs(), network=fitted.network * doubt)
 

@@ -148,11 +148,16 @@ class MeasuredCosts:
         }
         return replace(self, ranks=ranks, link=self.link.at(self.ranks, ranks, cycle), sums=sums)
 
-    def with_rate(self, rate: float, ranks_per_node: int = 1) -> MeasuredCosts:
+    def with_rate(
+        self, rate: float, ranks_per_node: int = 1, before: float | None = None
+    ) -> MeasuredCosts:
         """What would be measured between hosts with other links: see :meth:`LinkCosts.with_rate`."""
         byte = seconds_of_byte(rate)
-        sums = {dtype: replace(each, link_byte=byte) for dtype, each in self.sums.items()}
-        return replace(self, link=self.link.with_rate(rate, ranks_per_node), sums=sums)
+        sums = {
+            dtype: replace(each, link_byte=byte if before is None else before / rate * each.link_byte)
+            for dtype, each in self.sums.items()
+        }
+        return replace(self, link=self.link.with_rate(rate, ranks_per_node, before), sums=sums)
 
     def with_slower_codecs(self, factor: float) -> MeasuredCosts:
         """What would be measured where compressors take so many times as long, as with fewer cores."""

@@ -108,24 +108,39 @@ class LinkCosts:
             layers = replace(layers, peers=layers.peers.at(nodes, other_nodes, cycle))
         return replace(self, allgather=small[0], alltoall=small[1], layers=layers)
 
-    def with_rate(self, rate: float, ranks_per_node: int = 1) -> LinkCosts:
+    def with_rate(self, rate: float, ranks_per_node: int = 1, before: float | None = None) -> LinkCosts:
         """The same among hosts whose links have another rate; what stays in a node costs as before.
 
         Args:
             rate: bits per second of a host's link in one direction.
             ranks_per_node: that share it. One ring passes each link once, but what all ranks exchange
                 with all passes it at the same time.
+            before: the rate of the links on which this was measured, where it is known. What operations
+                made of them, they then make of the others, too; else all of it less TCP's headers.
 
         Example:
             >>> print(LinkCosts.of_gigabit().with_rate(1e8))
             allgather 0.2 ms + 95 Mbit/s, alltoall 0.2 ms + 95 Mbit/s
+            >>> measured = LinkCosts(2e-4, 2e-4, 1e-8, 2e-8)  # 800 and 400 Mbit/s
+            >>> print(measured.with_rate(1e8, before=1e9))
+            allgather 0.2 ms + 80 Mbit/s, alltoall 0.2 ms + 40 Mbit/s
         """
+        if before is not None:
+            return self._slower(before / rate)
         byte = seconds_of_byte(rate)
         layers = self.layers
         if layers is not None:
             layers = replace(layers, peers=layers.peers.with_rate(rate / layers.ranks_per_node))
         shared = byte * ranks_per_node
         return replace(self, allgather_byte=byte, alltoall_byte=shared, layers=layers)
+
+    def _slower(self, times: float) -> LinkCosts:
+        """The same where a byte between hosts takes so many times as long."""
+        layers = self.layers
+        if layers is not None:
+            layers = replace(layers, peers=layers.peers._slower(times))
+        gathered, exchanged = times * self.allgather_byte, times * self.alltoall_byte
+        return replace(self, allgather_byte=gathered, alltoall_byte=exchanged, layers=layers)
 
     def still(self, small: float, byte: float) -> bool:
         """Whether the network is as this says, by what

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same in hosts, with as many ranks on each as now")  # fmt: skip
     add("--rate", type=_rate, metavar="RATE",
         help="links between hosts to predict for, such as 10gbit (default: as now)")  # fmt: skip
+    add("--traced-rate", type=_rate, metavar="RATE",
+        help="links between hosts as they are, such as 1gbit: --rate is then as far from what can be "
+        "used of it as these are (default: 95 %% can)")  # fmt: skip
     add("--at-step", type=int, default=1000, metavar="N",
         help="step at which auto plans: later it may compress more (%(default)s)")  # fmt: skip
     add("--total-steps", type=int, default=0, metavar="N", help="steps of the whole training run")
@@ -85,6 +88,8 @@ def _check(options: argparse.Namespace, words: list[str]) -> None:
         raise ValueError("--hosts goes with --from FILE: write --ranks")
     if options.hosts and options.ranks:
         raise ValueError("--hosts and --ranks say the same: write one of them")
+    if options.traced_rate is not None and options.rate is None:
+        raise ValueError("--traced-rate says what --rate is to be compared with: write --rate, too")
     if options.steps < LEAST_STEPS:
         raise ValueError(f"--steps {options.steps}: write at least {LEAST_STEPS}, some are not timed")
     if options.at_step < 1 or options.total_steps < 0:
@@ -93,7 +98,7 @@ def _check(options: argparse.Namespace, words: list[str]) -> None:
 
 def _question(options: argparse.Namespace) -> dict[str, Any]:
     """What is asked, as of :class:`~hvd_adaptive.commands.prediction_text.Question`."""
-    names = ("ranks", "rate", "at_step", "total_steps")
+    names = ("ranks", "rate", "traced_rate", "at_step", "total_steps")
     return {name: getattr(options, name) for name in names}
 
 

@@ -24,12 +24,14 @@ class Question:
     Args:
         ranks: of each column; empty takes :data:`MULTIPLES` of those of the trace.
         rate: bits per second of the hosts' links; None leaves them as they are.
+        traced_rate: the same of those on which steps were measured; None does not know.
         at_step: steps that training has taken when ``auto`` plans: its limit on delay grows with them.
         total_steps: of the whole training run; 0 where that is not known.
     """
 
     ranks: tuple[int, ...] = ()
     rate: float | None = None
+    traced_rate: float | None = None
     at_step: int = 1000
     total_steps: int = 0
 
@@ -62,7 +64,7 @@ def answer(trace: StepTrace, question: Question) -> Answer:
     Raises:
         ValueError: ranks that do not fill hosts, or a trace that cannot be predicted from.
     """
-    predictor = Predictor(trace, question.rate)
+    predictor = Predictor(trace, question.rate, question.traced_rate)
     check_ranks(question.ranks, trace.ranks_per_host)
     ranks = question.ranks or tuple(multiple * trace.ranks for multiple in MULTIPLES)
     autos = [predictor.auto(each, question.at_step, question.total_steps) for each in ranks]
@@ -149,12 +151,18 @@ def _notes(predictor: Predictor) -> Iterator[str]:
         factor = predictor.network_factor
         yield f"in training it takes {factor:.2g} x as long as these operations by themselves"
     if predictor.rate is not None:
-        yield f"links between hosts: {predictor.rate / 1e6:,.6g} Mbit/s, as asked for"
+        traced = predictor.traced_rate
+        told = "" if traced is None else f", {_mbit(traced)} in these steps"
+        yield f"links between hosts: {_mbit(predictor.rate)}, as asked for{told}"
     elif trace.hosts == 1:
         yield (
             "note: all ranks were on one host; links between hosts are taken to be as fast: write "
             "--rate, such as --rate 10gbit"
         )
+
+
+def _mbit(rate: float) -> str:
+    return f"{rate / 1e6:,.6g} Mbit/s"
 
 
 def _table(ranks: Sequence[int], rows: Sequence[_Row], autos: Sequence[AutoForecast]) -> Iterator[str]:

@@ -187,6 +187,8 @@ def test_a_trace_of_another_planner_or_without_steps_is_refused() -> None:
         Predictor(trace_of(recipe="lgreco"))
     with pytest.raises(ValueError, match="no timed steps"):
         Predictor(replace(trace_of(), dense=DenseSteps.empty()))
+    with pytest.raises(ValueError, match="one host, without links"):
+        Predictor(replace(trace_of(), hosts=1), rate=1e8, traced_rate=1e9)
 
 
 def test_hosts_go_up_to_the_limit_without_a_gap() -> None:

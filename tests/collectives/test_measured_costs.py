@@ -79,6 +79,21 @@ def test_another_rate_changes_what_bytes_cost_between_hosts() -> None:
     assert seconds(slow, "topk", "allgather") == pytest.approx(SMALL + 3 * PAYLOAD * byte)
 
 
+def test_what_operations_made_of_their_links_they_make_of_others() -> None:
+    gigabit = 8 / 1e9  # seconds of a byte, of which two thirds, a half and four fifths were used
+    link = LinkCosts(SMALL, SMALL, 1.5 * gigabit, 2 * gigabit, LayerCosts(2, LINK, LINK))
+    measured = replace(MEASURED, link=link, sums={"float16": SumCosts(SMALL, 1.25 * gigabit)})
+    slow = measured.with_rate(1e8, 2, before=1e9)
+    assert slow.link.allgather_byte == pytest.approx(15 * gigabit)
+    assert slow.link.alltoall_byte == pytest.approx(20 * gigabit)
+    assert slow.sums["float16"].link_byte == pytest.approx(12.5 * gigabit)
+    assert slow.link.layers is not None
+    assert slow.link.layers.node == LINK
+    assert slow.link.layers.peers.alltoall_byte == pytest.approx(10 * BYTE)
+    assert (slow.link.allgather, slow.link.alltoall) == (SMALL, SMALL)
+    assert slow.with_rate(1e9, 2, before=1e8).link.alltoall_byte == pytest.approx(2 * gigabit)
+
+
 def test_ranks_of_a_host_share_its_link_where_all_send_to_all() -> None:
     shared = MEASURED.with_rate(1e9, ranks_per_node=4).link
     assert shared.alltoall_byte == pytest.approx(4 * shared.allgather_byte)

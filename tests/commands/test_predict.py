@@ -174,6 +174,14 @@ def test_a_file_is_predicted_from_for_other_ranks_and_links(
     assert quick["ranks"] == [4, 64]
     assert not quick["auto"][0]["compresses"]
     assert quick["trace"] == slow["trace"] | {"recipe": quick["trace"]["recipe"]}
+    # on links of the rate on which they were traced, whatever that is, steps take what they took
+    same = ["--from", str(file), "--ranks", "4,64", "--rate", "1gbit", "--traced-rate", "1gbit"]
+    assert predict(*same, "--json", str(again)) == 0
+    assert (
+        "links between hosts: 1,000 Mbit/s, as asked for, 1,000 Mbit/s in these"
+        in capsys.readouterr().out
+    )
+    assert json.loads(again.read_text())["rows"] == slow["rows"]
 
 
 def test_limits_are_marked_and_follow_the_step_and_the_preset(
@@ -196,6 +204,7 @@ def test_limits_are_marked_and_follow_the_step_and_the_preset(
         (["--", "pyhton", "x.py"], "there is no command 'pyhton': write 'hva predict -- python"),
         (["--steps", "5", "--", "x.py"], "--steps 5: write at least 24"),
         (["--rate", "fast", "--", "x.py"], "write a rate such as 200mbit or 10gbit"),
+        (["--traced-rate", "1gbit", "--", "x.py"], "what --rate is to be compared with: write --rate"),
         (["--ranks", "4;8", "--", "x.py"], "write numbers with commas between"),
         (["--hosts", "4", "--", "x.py"], "--hosts goes with --from FILE"),
         (["--from", "FILE", "--", "x.py"], "--from FILE trains nothing"),
