@@ -106,32 +106,37 @@ def whole() -> str:
     )
 
 
-def _of_best(runs: whole_runs.Runs) -> float:
+def _of_best(model: str, runs: whole_runs.Runs) -> float:
     """NaN where no static method reaches the target."""
-    return whole_runs.seconds_to_target(runs, long_runs.AUTO) / whole_runs.best_static(runs)[1]
+    best = whole_runs.best_static(model, runs)[1]
+    return whole_runs.seconds_to_target(model, runs[long_runs.AUTO]) / best
 
 
-def _of_stock(runs: whole_runs.Runs) -> float:
+def _of_stock(model: str, runs: whole_runs.Runs) -> float:
     """Seconds to the target; NaN where it is not reached."""
-    return whole_runs.seconds_to_target(runs, long_runs.AUTO) / whole_runs.seconds_to_target(
-        runs, whole_runs.FP16
+    own, stock = (
+        whole_runs.seconds_to_target(model, runs[method])
+        for method in (long_runs.AUTO, whole_runs.FP16)
     )
+    return own / stock
 
 
-def _of_run(method: str, runs: whole_runs.Runs) -> float:
+def _of_run(method: str, model: str, runs: whole_runs.Runs) -> float:
     """Seconds of the whole run."""
+    del model
     return float(runs[method][-1]["seconds"] / runs[whole_runs.FP16][-1]["seconds"])
 
 
-def _deciding(runs: whole_runs.Runs) -> float:
+def _deciding(model: str, runs: whole_runs.Runs) -> float:
     """Percent of the run, by its own clock."""
+    del model
     return 100 * float(runs[long_runs.AUTO][-1]["deciding"])
 
 
-def _by_model(ratio: Callable[[whole_runs.Runs], float], form: str = "{:.2f}") -> str:
+def _by_model(ratio: Callable[[str, whole_runs.Runs], float], form: str = "{:.2f}") -> str:
     """The ratios that are known, each with its model."""
     cases = load("whole_runs")["cases"]
-    found = {TITLES[model].partition(",")[0]: ratio(runs) for model, runs in cases.items()}
+    found = {TITLES[model].partition(",")[0]: ratio(model, runs) for model, runs in cases.items()}
     known = {title: each for title, each in found.items() if not math.isnan(each)}
     return _listed(f"{form.format(each)} ({title})" for title, each in known.items())
 
@@ -145,7 +150,7 @@ def in_readme() -> str:
     """All three in a line, with links."""
     found = automatic.shares(load("automatic")["cases"], automatic.AUTO)
     of_dense = span((each.of_dense for each in found.values()), ".2f")
-    of_best = [_of_best(runs) for runs in load("whole_runs")["cases"].values()]
+    of_best = [_of_best(model, runs) for model, runs in load("whole_runs")["cases"].items()]
     of_single = span((each for each in of_best if not math.isnan(each)), ".2f")
     page = "benchmarks/RESULTS.md"
     return (

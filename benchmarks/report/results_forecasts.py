@@ -95,8 +95,8 @@ def whole_runs() -> str:
             "Time to the target of dense training",
             "How much longer does `auto` take than the best static choice, and than stock fp16?",
             f"So many times as long: {against_best(figures['cases'])}. The static choice is made in "
-            "hindsight; the target is what stock fp16 ends with, less half a point of accuracy or plus "
-            "1 % of perplexity.",
+            "hindsight; the target is what dense training ends with in the long runs, the mean of its "
+            "seeds, less half a point of accuracy or plus 1 % of perplexity.",
             of_rows(rows(figures["cases"])),
         ),
         end=missed(figures),

@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=_rate, metavar="RATE",
         help="links between hosts to predict for, such as 10gbit (default: as now)")  # fmt: skip
     add("--traced-rate", type=_rate, metavar="RATE",
-        help="links between hosts as they are, such as 1gbit: --rate is then as far from what can be "
-        "used of it as these are (default: 95 %% can)")  # fmt: skip
+        help="links between hosts as they were measured, such as 1gbit: as much as operations made of "
+        "them is then expected of --rate (default: 95 %%)")  # fmt: skip
     add("--at-step", type=int, default=1000, metavar="N",
         help="step at which auto plans: later it may compress more (%(default)s)")  # fmt: skip
     add("--total-steps", type=int, default=0, metavar="N", help="steps of the whole training run")

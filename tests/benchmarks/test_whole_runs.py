@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from benchmarks.network import whole_runs
 from launch.training import options as command_line
+
+
+@pytest.fixture(autouse=True)
+def _long_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What dense training ends with there: 90 % on average, which stock Horovod does not do here."""
+    ends = {"dense seed 1": 0.88, "dense seed 2": 0.91, "dense seed 3": 0.91, "auto seed 1": 0.5}
+    cases = {f"mlp {title}": {"score": {"accuracy": end}} for title, end in ends.items()}
+    monkeypatch.setattr(whole_runs, "load", lambda name: {"cases": cases})
+    whole_runs.dense_score.cache_clear()
+    yield
+    whole_runs.dense_score.cache_clear()
 
 
 def run(*scores: tuple[float, float]) -> list[dict[str, float]]:
@@ -16,7 +30,7 @@ def run(*scores: tuple[float, float]) -> list[dict[str, float]]:
 def cases(auto: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "mlp": {
-            "stock fp16": run((50, 0.8), (90, 0.896), (100, 0.9)),
+            "stock fp16": run((50, 0.8), (90, 0.896), (100, 0.909)),
             "auto": auto,
             "topk": run((5, 0.7), (10, 0.893)),
             "qsgd": run((20, 0.85), (40, 0.9)),
@@ -27,9 +41,9 @@ def cases(auto: list[dict[str, float]]) -> dict[str, Any]:
 
 def test_the_target_is_that_of_dense_training_less_half_a_point() -> None:
     found = cases(run((9, 0.85), (18, 0.897)))
-    assert whole_runs.seconds_to_target(found["mlp"], "stock fp16") == 90
-    assert whole_runs.seconds_to_target(found["mlp"], "auto") == 18
-    assert whole_runs.best_static(found["mlp"]) == ("qsgd", 40)  # top-k never reaches it
+    assert whole_runs.seconds_to_target("mlp", found["mlp"]["stock fp16"]) == 90
+    assert whole_runs.seconds_to_target("mlp", found["mlp"]["auto"]) == 18
+    assert whole_runs.best_static("mlp", found["mlp"]) == ("qsgd", 40)  # top-k never reaches it
     assert whole_runs.rows(found)[2][1:] == ["auto", "89.70%", "18", "0.18", "18", "0.20", "0.45"]
     assert whole_runs.rows(found)[3][1:] == ["topk", "89.30%", "10", "0.10", "-", "-", "-"]
     assert whole_runs.against_best(found) == "mlp 0.45 (`qsgd`), 0.20 (stock fp16)"
