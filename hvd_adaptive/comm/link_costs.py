@@ -162,10 +162,10 @@ class LinkCosts:
             >>> LinkCosts(4e-3, 4e-3, 8e-9, 8e-9).still(2e-4, 8e-9)
             False
         """
-        other = abs(small - self.allgather) > SMALL_NOISE and _apart(small, self.allgather, SMALL_APART)
+        other = abs(small - self.allgather) > SMALL_NOISE and apart(small, self.allgather, SMALL_APART)
         if other and small < self.allgather:
             return False
-        return not _apart(byte, self.allgather_byte, LARGE_DISORDER if other else LARGE_APART)
+        return not apart(byte, self.allgather_byte, LARGE_DISORDER if other else LARGE_APART)
 
     def __str__(self) -> str:
         rates = [8e-6 / each for each in (self.allgather_byte, self.alltoall_byte)]
@@ -175,7 +175,7 @@ class LinkCosts:
         )
 
 
-def _apart(a: float, b: float, times: float) -> bool:
+def apart(a: float, b: float, times: float) -> bool:
     """Whether one is more than so many times the other."""
     return max(a, b) > times * min(a, b)
 

@@ -12,7 +12,7 @@ import torch
 from hvd_adaptive.adaptation.candidates import short_spec
 from hvd_adaptive.collectives import planned_link_bytes
 from hvd_adaptive.collectives.measured_costs import MeasuredCosts, SumCosts, SummandCosts
-from hvd_adaptive.comm.link_costs import LinkCosts
+from hvd_adaptive.comm.link_costs import LinkCosts, apart
 from hvd_adaptive.comm.network import (
     CARRIED,
     LARGE_SECONDS,
@@ -169,8 +169,7 @@ def _are_alike(one: MeasuredCosts, other: MeasuredCosts) -> bool:
     first, second = _of_bytes(one), _of_bytes(other)
     if first.keys() != second.keys():
         return False
-    pairs = [(first[key], second[key]) for key in first]
-    return all(max(pair) <= BY_CHANCE * min(pair) for pair in pairs)
+    return not any(apart(first[key], second[key], BY_CHANCE) for key in first)
 
 
 def _of_bytes(found: MeasuredCosts) -> dict[tuple[int, str], float]:
